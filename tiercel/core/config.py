@@ -1,0 +1,126 @@
+"""The three configuration objects: engine, speculation, tracing. Frozen, checked once, never mutated."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercel.core.errors import UserError
+
+DTYPES = ("auto", "float32", "bfloat16")
+SPEC_METHODS = ("none", "multi-layer-eagle")
+TRACE_LEVELS = (0, 1, 2, 3)
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What runs, and with how much room.
+
+    Args:
+        model: ``smollm2-135m``, a Hugging Face folder, a ``.gguf`` file, or ``hf:ORG/NAME``.
+        dtype: ``auto`` is float32 on a CPU and bfloat16 on a GPU.
+        device: ``auto``, ``cpu``, or ``cuda``.
+        kv_tokens: KV slots in the pool, shared by all requests; rounded down to whole pages.
+        page_size: KV slots per page.
+        max_batch_size: requests that run at once.
+        max_prefill_tokens: prompt tokens in one extend step; longer prompts are cut into chunks of this size.
+        max_model_len: context limit in tokens; None takes the model's own.
+        num_threads: CPU threads; None leaves PyTorch's choice.
+
+    Raises:
+        UserError: a value is outside its range; the message names the setting.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    device: str = "auto"
+    kv_tokens: int = 16384
+    page_size: int = 16
+    max_batch_size: int = 16
+    max_prefill_tokens: int = 512
+    max_model_len: int | None = None
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        for name in ("kv_tokens", "page_size", "max_batch_size", "max_prefill_tokens"):
+            at_least("EngineConfig." + name, getattr(self, name), 1)
+        for name in ("max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                at_least("EngineConfig." + name, getattr(self, name), 1)
+        if self.kv_tokens < self.page_size:
+            raise UserError(f"kv_tokens={self.kv_tokens} holds no page of page_size={self.page_size}: raise kv_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecConfig:
+    """Who drafts, and how deep.
+
+    Args:
+        method: one of ``SPEC_METHODS``; ``none`` is plain decoding.
+        draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the MTP layers of the target's own
+            checkpoint, else the shipped draft that was trained for this target.
+        num_steps: draft tokens per round at most (K). None takes every MTP layer that the draft holds.
+            0 decodes plainly under the speculative worker.
+        exact_kv: recompute the draft KV rows that were computed from unverified drafts. False leaves them
+            stale, as SGLang does for most models; it exists to measure the difference.
+
+    Raises:
+        UserError: a value is outside its range or contradicts another.
+    """
+
+    method: str = "multi-layer-eagle"
+    draft: str = "auto"
+    num_steps: int | None = None
+    exact_kv: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("spec method", self.method, SPEC_METHODS)
+        if self.num_steps is not None:
+            at_least("num_steps", self.num_steps, 0)
+        if self.method == "none" and self.num_steps:
+            raise UserError(f"num_steps={self.num_steps} contradicts method 'none': drop one of the two")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """What is recorded, and where it goes. Everything is off unless asked for.
+
+    Args:
+        enable_trace: make OpenTelemetry spans.
+        trace_level: 0 off, 1 important stages, 2 draft and verify, 3 draft extend and single MTP layers.
+        otlp_endpoint: collector address; None exports no span over the network.
+        otlp_protocol: ``grpc`` or ``http/protobuf``.
+        otlp_file: OTLP-JSON lines of every finished span.
+        trace_out: Chrome/Perfetto JSON file, one track per request plus the engine's.
+        records_out: folder for ``requests.jsonl`` and ``rounds.jsonl``.
+
+    Raises:
+        UserError: a value is outside its range or contradicts another.
+    """
+
+    enable_trace: bool = False
+    trace_level: int = 3
+    otlp_endpoint: str | None = None
+    otlp_protocol: str = "grpc"
+    otlp_file: Path | None = None
+    trace_out: Path | None = None
+    records_out: Path | None = None
+
+    def __post_init__(self) -> None:
+        one_of("trace_level", self.trace_level, TRACE_LEVELS)
+        one_of("otlp_protocol", self.otlp_protocol, ("grpc", "http/protobuf"))
+        if (self.otlp_endpoint or self.otlp_file) and not self.enable_trace:
+            raise UserError("an OTLP endpoint or file is set but tracing is off: add --enable-trace")
+
+
+def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ``UserError`` naming the setting and its allowed values unless ``value`` is one of them."""
+    if value not in allowed:
+        raise UserError(f"{name}={value!r} is unknown: choose one of {', '.join(map(str, allowed))}")
+
+
+def at_least(name: str, value: int, minimum: int) -> None:
+    """Raise ``UserError`` naming the setting unless ``value`` is an integer of at least ``minimum``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise UserError(f"{name}={value!r} is not allowed: give an integer of at least {minimum}")

@@ -1,0 +1,114 @@
+"""One request: what was asked, what was made so far, and how it ended."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from tiercel.core.acceptance import SpecCounts
+from tiercel.core.sampling_params import SamplingParams
+
+SOURCE_PREFILL = -2
+"""The token came from the prefill (extend) forward: the first token of an answer."""
+SOURCE_BONUS = -1
+"""The token is the target's own, added after the last correct draft of a round."""
+# A source >= 0 is the MTP layer that proposed the token.
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestStatus(StrEnum):
+    """Where a request stands in the engine."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class TimeStats(Protocol):
+    """The per-request trace hooks that the round calls (``observability.req_time_stats.ReqTimeStats``)."""
+
+    def set_spec_draft_start_time(self, ts_ns: int | None = None) -> None: ...
+    def set_spec_draft_end_time(self, ts_ns: int | None = None) -> None: ...
+    def set_spec_verify_start_time(self, ts_ns: int | None = None) -> None: ...
+    def set_spec_verify_end_time(self, ts_ns: int | None = None, *, num_correct_drafts: int) -> None: ...
+    def set_spec_draft_extend_start_time(self, ts_ns: int | None = None) -> None: ...
+    def set_spec_draft_extend_end_time(self, ts_ns: int | None = None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one request.
+
+    Args:
+        request_id: unique while the request lives.
+        prompt_token_ids: prompt, at least one token.
+        sampling: how tokens are chosen.
+        seed: the seed in force (``sampling.seed`` or one drawn at arrival).
+        eos_token_ids: tokens that end the answer.
+        time_stats: trace hooks of this request.
+
+    ``num_computed`` counts the leading tokens whose target KV is in the cache. While a request runs it is
+    ``len(token_ids) - 1``: the last token has been chosen but not yet been read by the target.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int]
+    time_stats: TimeStats
+    output_token_ids: list[int] = field(default_factory=list)
+    output_sources: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    spec: SpecCounts = field(default_factory=SpecCounts)
+    num_preemptions: int = 0
+    token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Completion tokens that may still be delivered."""
+        return self.sampling.max_tokens - len(self.output_token_ids)
+
+    def append_until_stop(self, token_ids: list[int], sources: list[int]) -> int:
+        """Deliver committed tokens one at a time, up to and including the one that ends the request.
+
+        Args:
+            token_ids: committed tokens in order.
+            sources: where each came from (``SOURCE_PREFILL``, ``SOURCE_BONUS`` or an MTP layer).
+
+        Returns:
+            How many were delivered (emitted).
+        """
+        for emitted, (token, source) in enumerate(zip(token_ids, sources, strict=True), start=1):
+            self.token_ids.append(token)
+            self.output_token_ids.append(token)
+            self.output_sources.append(source)
+            if token in self.eos_token_ids and not self.sampling.ignore_eos:
+                self.finish_reason = FinishReason.STOP
+            elif self.remaining_tokens == 0:
+                self.finish_reason = FinishReason.LENGTH
+            if self.is_finished:
+                return emitted
+        return len(token_ids)
