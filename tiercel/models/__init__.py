@@ -1,0 +1,1 @@
+"""The target decoder, the MTP layers, and how their checkpoints are read."""

@@ -1,0 +1,75 @@
+"""Copy named checkpoint tensors into modules: every parameter exactly once, every tensor used or named."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from tiercel.core.errors import UserError
+from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.decoder import Decoder, empty_decoder
+
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Our fused projections and the published parts they hold, in row order."""
+
+
+def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Build the target of ``checkpoint`` in ``dtype`` on ``device``.
+
+    Raises:
+        UserError: a tensor is missing, unknown, of the wrong shape, or holds NaN or infinity.
+    """
+    decoder = empty_decoder(checkpoint.description, dtype, device)
+    fill(decoder, checkpoint.tensors(), str(checkpoint.path))
+    return decoder
+
+
+def fill(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Copy ``tensors`` (published names) into the parameters of ``module``; values are cast to each parameter's dtype.
+
+    Raises:
+        UserError: naming the tensor and ``where`` it came from.
+    """
+    targets = _targets(module)
+    for name, tensor in tensors:
+        target = targets.pop(name, None)
+        if target is None:
+            raise UserError(f"{where}: tensor {name!r} is unknown or given twice; the checkpoint does not fit its config")
+        if target.shape != tensor.shape:
+            raise UserError(f"{where}: tensor {name!r} is {list(tensor.shape)}, its config asks for {list(target.shape)}")
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{where}: tensor {name!r} holds NaN or infinity; get the checkpoint again")
+        target.copy_(tensor)
+    if targets:
+        raise UserError(f"{where}: {len(targets)} tensors are missing, {next(iter(targets))!r} among them")
+
+
+def published_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter under its published names (fused projections cut into their parts); views, not copies."""
+    return _targets(module)
+
+
+def _targets(module: nn.Module) -> dict[str, Tensor]:
+    sizes = {name: part for name, part in module.named_modules()}
+    targets: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():  # a tied head is listed once, as the embedding
+        owner, _, kind = name.rpartition(".")
+        fused = next((key for key in FUSED if owner.endswith(key)), None)
+        if fused is None:
+            targets[name] = parameter.data
+            continue
+        parent = owner.removesuffix(fused)
+        rows = _part_rows(sizes[owner.rpartition(".")[0]], fused, parameter.shape[0])
+        for part, piece in zip(FUSED[fused], parameter.data.split(rows), strict=True):
+            targets[f"{parent}{part}.{kind}"] = piece
+    return targets
+
+
+def _part_rows(owner: nn.Module, fused: str, total: int) -> list[int]:
+    if fused == "mlp.gate_up_proj":
+        return [total // 2, total // 2]
+    heads, kv_heads, head_dim = int(owner.num_heads), int(owner.num_kv_heads), int(owner.head_dim)  # type: ignore[arg-type]
+    return [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
