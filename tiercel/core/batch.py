@@ -41,7 +41,7 @@ class VerifyOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestRound:
-    """One request's part in one round. ``born_round`` is the engine step whose draft extend made the drafts."""
+    """One request's part in one round. ``born_step`` is the engine step whose draft extend made the drafts."""
 
     request_id: str
     round: int
@@ -72,7 +72,8 @@ class StepRecord:
     Extend: the draft stage is empty and "verify" holds the target's forward. ``start_ns``/``end_ns`` are set by the engine
     loop around scheduling and output handling, so that wall = draft + verify + draft extend + other.
     ``layer_end_ns[i]`` closes MTP layer i inside the draft extend; empty when no layer ran or one graph fused them.
-    ``clock`` says what the times are: ``host`` (synchronous device) or ``device`` (device events).
+    ``clock`` says what the times are: ``host`` (the device is the host) or ``host-synchronized`` (the host's clock after
+    waiting for the device, so that launch times are never passed off as device times).
     """
 
     step: int

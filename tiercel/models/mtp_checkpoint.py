@@ -68,6 +68,27 @@ def read_description(folder: Path) -> MtpDescription:
         raise UserError(f"draft {folder}: config.json lacks or misnames a setting ({error})") from error
 
 
+def resolve_draft(name: str, target: Checkpoint) -> Path:
+    """Folder of the draft called ``name``; ``auto`` is the shipped draft that was trained for ``target``.
+
+    Raises:
+        UserError: no such draft, or ``auto`` finds none.
+    """
+    if name == "auto":
+        for folder in SHIPPED.values():
+            if read_description(folder).target_fingerprint == target.fingerprint:
+                return folder
+        raise UserError(
+            f"no draft is known for {target.path}: its checkpoint holds no MTP layers and no shipped draft "
+            f"({', '.join(SHIPPED)}) was trained for it; give a draft folder (`tiercel train` makes one) or --spec none"
+        )
+    if name in SHIPPED:
+        return SHIPPED[name]
+    if not Path(name).is_dir():
+        raise UserError(f"draft {name!r} is no folder and no shipped draft: choose auto, {', '.join(SHIPPED)}, or a folder")
+    return Path(name)
+
+
 def load_draft(folder: Path, target: Checkpoint, decoder: Decoder) -> MtpDraft:
     """Load the draft in ``folder`` beside its target, in the target's dtype and on its device.
 

@@ -1,0 +1,1 @@
+"""Where things run: device and dtype choice, parallel groups, the contexts that drafts run in."""

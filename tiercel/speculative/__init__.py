@@ -1,0 +1,1 @@
+"""Drafting and verification: the round, its workers, and how tokens are chosen."""

@@ -1,0 +1,131 @@
+"""Multi-layer EAGLE: one MTP layer per draft position, chained or not, each with its own exact KV cache.
+
+Layer i reads row t as (token ``x[t + 1 + i]``, hidden state of row t) and proposes ``x[t + 2 + i]``. A draft extend runs over
+the rows that the target has just computed; the last layers' last rows need tokens that nobody has verified yet, and take
+the drafts of the layers before them. Those rows are provisional: with **exact KV** the next draft extend feeds them again,
+from hidden states kept for the purpose, so that draft KV equals that of a fresh prefill.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tiercel.core.batch import Batch
+from tiercel.core.request import Request
+from tiercel.kvcache.rows import PagedAttention, Segment
+from tiercel.kvcache.storage import KvStorage
+from tiercel.models.mtp import MtpDraft
+from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
+from tiercel.speculative.sampling import RowSampling, choose
+from tiercel.speculative.target_runner import TargetRunner
+
+
+@dataclass(slots=True)
+class DraftState:
+    """What is kept of one request between two draft extends.
+
+    ``end`` rows have been read; ``tail`` holds the target's hidden states of the last of them, ``[<= num_steps - 1, hidden]``.
+    ``drafts`` are the proposals made by engine step ``born_step``, one per layer, on the host.
+    """
+
+    end: int
+    tail: Tensor
+    drafts: list[int]
+    born_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """One request's rows ``start .. end - 1`` of a draft extend, with the target's hidden states."""
+
+    req: Request
+    start: int
+    end: int
+    hidden: Tensor
+
+    def known_tokens(self, depth: int) -> list[int]:
+        """Token ``x[end + i]`` for each layer i, -1 where it is not known yet."""
+        ahead = self.req.token_ids[self.end : self.end + depth]
+        return ahead + [-1] * (depth - len(ahead))
+
+
+class MultiLayerEagleWorker(SpecWorker):
+    """Drafts with the target's MTP layers.
+
+    Args:
+        target: runs the target; shares its KV slots with the MTP layers.
+        draft: the MTP layers, at least ``num_steps`` of them.
+        num_steps: layers in use, and so the drafts per round at most.
+        exact_kv: feed provisional rows again.
+    """
+
+    method: ClassVar[str] = "multi-layer-eagle"
+
+    def __init__(self, target: TargetRunner, draft: MtpDraft, num_steps: int, *, exact_kv: bool = True) -> None:
+        super().__init__(target, num_steps)
+        self.model = draft
+        self.num_refed = num_steps - 1 if exact_kv and num_steps else 0
+        self.states: dict[str, DraftState] = {}
+        body, placement = draft.description.body, target.placement
+        self.group = body.num_heads // body.num_kv_heads
+        self.storages = [
+            KvStorage(self.kv.num_slots_total, body.num_kv_heads, body.head_dim, placement.dtype, placement.device)
+            for _ in range(num_steps)
+        ]
+
+    def forget(self, request_id: str) -> None:
+        self.states.pop(request_id, None)
+
+    def draft(self, batch: Batch) -> VerifyInput:
+        """The drafts were made by the last draft extend; a request takes as many as it may still use."""
+        chains, layers, born = [], [], []
+        for req in batch.reqs:
+            depth = req.draft_depth(self.num_steps)
+            state = self.states[req.request_id] if depth else None
+            chains.append(state.drafts[:depth] if state else [])
+            layers.append(tuple(range(depth)))
+            born.append(state.born_step if state else None)
+        return VerifyInput(chains, layers, born)
+
+    @torch.inference_mode()
+    def draft_extend(self, rows: ComputedRows) -> Iterator[None]:
+        depth = max(req.draft_depth(self.num_steps) for req in rows.reqs)
+        if depth == 0:
+            return
+        pieces = [self._rows(r, start, h) for r, start, h in zip(rows.reqs, rows.starts, rows.hidden, strict=True)]
+        device = self.target.placement.device
+        segments = [Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces]
+        attention = PagedAttention(segments, self.storages, self.group, device)
+        rotary = self.model.rotary(attention.positions)
+        last = torch.tensor([p.end - p.start for p in pieces], device=device).cumsum(0) - 1
+        known = torch.tensor([p.known_tokens(depth) for p in pieces], device=device)
+        target_hidden = hidden = torch.cat([p.hidden for p in pieces])
+        tokens = torch.tensor([t for p in pieces for t in p.req.token_ids[p.start : p.end]], device=device)
+        newest, drafts = known[:, 0], []
+        for index in range(depth):
+            # One token to the left: each request's last row takes the next known token, else the newest draft.
+            tokens = tokens.roll(-1)
+            tokens[last] = torch.where(known[:, index] >= 0, known[:, index], newest)
+            source = hidden if self.model.description.chained else target_hidden
+            hidden = self.model.layers[index](self.model.embed(tokens), source, rotary, index, attention)
+            newest = self._propose(index, hidden[last], pieces)
+            drafts.append(newest)
+            yield
+        for piece, proposed in zip(pieces, torch.stack(drafts, dim=1).tolist(), strict=True):
+            tail = piece.hidden[len(piece.hidden) - min(self.num_refed, len(piece.hidden)) :].clone()
+            self.states[piece.req.request_id] = DraftState(piece.end, tail, proposed, self.step - 1)
+
+    def _rows(self, req: Request, start: int, hidden: Tensor) -> DraftRows:
+        state = self.states.get(req.request_id)
+        if state is None:
+            return DraftRows(req, start, req.num_computed, hidden)
+        if state.end != start:
+            raise RuntimeError(f"{req.request_id}: draft rows end at {state.end}, the target's new rows start at {start}")
+        return DraftRows(req, start - len(state.tail), req.num_computed, torch.cat((state.tail, hidden)))
+
+    def _propose(self, index: int, hidden: Tensor, pieces: list[DraftRows]) -> Tensor:
+        how = [RowSampling(p.req.sampling, p.req.seed, p.end + 1 + index) for p in pieces]
+        return choose(self.model.logits(index, hidden), how, self.target.noise, self.model.target_ids)
