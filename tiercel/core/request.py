@@ -91,6 +91,10 @@ class Request:
         """Completion tokens that may still be delivered."""
         return self.sampling.max_tokens - len(self.output_token_ids)
 
+    def draft_depth(self, num_steps: int) -> int:
+        """Drafts that can still be of use: at most ``num_steps``, and one less than the tokens that may be delivered."""
+        return max(0, min(num_steps, self.remaining_tokens - 1))
+
     def append_until_stop(self, token_ids: list[int], sources: list[int]) -> int:
         """Deliver committed tokens one at a time, up to and including the one that ends the request.
 

@@ -1,0 +1,128 @@
+"""The one owner of KV slots: reserve before a forward, commit what is final, roll back the rest, release at the end.
+
+Slots come in pages of ``page_size``; a request's positions ``0 .. reserved - 1`` map to slots through its own row of the
+table. The target and every MTP layer use the same slot for the same position.
+
+    position   0 ........ committed ........ reserved
+               | final KV | written, maybe  |
+               |          | wrong: overwritten or rolled back
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+class OutOfPages(Exception):
+    """The pool cannot give the pages asked for; nothing was changed."""
+
+
+class KvCacheError(Exception):
+    """The pool's books do not balance: a fault of ours."""
+
+
+@dataclass(slots=True)
+class _Owner:
+    pages: list[int] = field(default_factory=list)
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    committed: int = 0
+
+
+class KvCacheManager:
+    """Owns every request's slots, keyed by request id.
+
+    Args:
+        num_tokens: slots in the pool; rounded down to whole pages.
+        page_size: slots per page.
+    """
+
+    def __init__(self, num_tokens: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = num_tokens // page_size
+        self._free = deque(range(self.num_pages))
+        self._owners: dict[str, _Owner] = {}
+
+    @property
+    def num_slots_total(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def num_slots_used(self) -> int:
+        """Slots of all pages that are owned, full or not."""
+        return (self.num_pages - len(self._free)) * self.page_size
+
+    def can_reserve(self, request_id: str, length: int) -> bool:
+        """Whether ``reserve`` with the same arguments would succeed."""
+        return self._missing_pages(request_id, length) <= len(self._free)
+
+    def reserve(self, request_id: str, length: int) -> None:
+        """Make room for positions ``0 .. length - 1`` of a request.
+
+        Raises:
+            OutOfPages: too few free pages; nothing was changed.
+        """
+        missing = self._missing_pages(request_id, length)
+        if missing > len(self._free):
+            raise OutOfPages(f"{request_id} needs {missing} pages, {len(self._free)} are free")
+        owner = self._owners.setdefault(request_id, _Owner())
+        if missing > 0:
+            taken = [self._free.popleft() for _ in range(missing)]
+            owner.pages += taken
+            owner.slots = torch.cat((owner.slots, self._page_slots(taken)))
+
+    def commit(self, request_id: str, length: int) -> None:
+        """Declare positions ``0 .. length - 1`` final.
+
+        Raises:
+            KvCacheError: they were not reserved, or fewer than were committed before.
+        """
+        owner = self._owners[request_id]
+        if not owner.committed <= length <= len(owner.slots):
+            raise KvCacheError(f"{request_id}: commit of {length}, {owner.committed} committed, {len(owner.slots)} reserved")
+        owner.committed = length
+
+    def rollback(self, request_id: str) -> None:
+        """Give back the pages that lie wholly beyond the committed positions."""
+        owner = self._owners[request_id]
+        keep = -(-owner.committed // self.page_size)
+        self._free.extend(owner.pages[keep:])
+        del owner.pages[keep:]
+        owner.slots = owner.slots[: keep * self.page_size]
+
+    def release(self, request_id: str) -> None:
+        """Give back everything a request owns; nothing happens if it owns nothing."""
+        owner = self._owners.pop(request_id, None)
+        if owner is not None:
+            self._free.extend(owner.pages)
+
+    def slots(self, request_id: str) -> Tensor:
+        """Slot of every reserved position: int64, on the host; a view that the next ``reserve`` may outdate."""
+        return self._owners[request_id].slots
+
+    def committed(self, request_id: str) -> int:
+        """Number of leading positions whose KV is final (0 for a request that owns nothing)."""
+        owner = self._owners.get(request_id)
+        return owner.committed if owner else 0
+
+    def check(self) -> None:
+        """Hold the books against each other.
+
+        Raises:
+            KvCacheError: a page is lost, owned twice, or a request's books are wrong.
+        """
+        owned = [page for owner in self._owners.values() for page in owner.pages]
+        if sorted([*owned, *self._free]) != list(range(self.num_pages)):
+            raise KvCacheError(f"{len(owned)} owned and {len(self._free)} free pages are not the {self.num_pages} of the pool")
+        for request_id, owner in self._owners.items():
+            if not torch.equal(owner.slots, self._page_slots(owner.pages)) or owner.committed > len(owner.slots):
+                raise KvCacheError(f"{request_id}: slots and pages disagree, or more is committed than reserved")
+
+    def _missing_pages(self, request_id: str, length: int) -> int:
+        owner = self._owners.get(request_id)
+        return -(-length // self.page_size) - (len(owner.pages) if owner else 0)
+
+    def _page_slots(self, pages: list[int]) -> Tensor:
+        firsts = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
+        return (firsts + torch.arange(self.page_size)).flatten()

@@ -1,0 +1,72 @@
+"""What every checkpoint offers, whatever its file format."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor
+
+from tiercel.core.errors import UserError
+from tiercel.models.description import ModelDescription
+from tiercel.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk, opened but not read.
+
+    Args:
+        path: file or folder.
+        description: sizes and conventions.
+        open_tensors: streams ``(name, tensor)``; names are Hugging Face's without the leading ``model.``, values are
+            dequantised (float32, or the file's own float type), q and k rows in the half-split RoPE order.
+        open_tokenizer: builds the tokenizer.
+    """
+
+    path: Path
+    description: ModelDescription
+    open_tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    open_tokenizer: Callable[[], Tokenizer]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the tensors, one in memory at a time."""
+        return self.open_tensors()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return self.open_tokenizer()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies what a draft must fit: the sizes it depends on and every token's text; 16 hex digits of SHA-256.
+
+        Equal for a GGUF file and a Hugging Face folder of the same model; fine-tunes with the same tokenizer share it.
+        """
+        shape = self.description
+        sizes = (shape.vocab_size, shape.hidden_size, shape.num_layers, shape.num_heads, shape.num_kv_heads)
+        text = json.dumps([sizes, self.tokenizer.vocabulary_in_order()])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a ``.gguf`` file, or a folder in Hugging Face layout (or holding one ``.gguf`` file).
+
+    Raises:
+        UserError: nothing there, an unknown layout, or a model we cannot run; says which.
+    """
+    from tiercel.models.gguf_checkpoint import open_gguf
+    from tiercel.models.hf_checkpoint import open_hf_folder
+
+    if path.is_file() and path.suffix == ".gguf":
+        return open_gguf(path)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return open_hf_folder(path)
+        inside = sorted(path.glob("*.gguf"))
+        if len(inside) == 1:
+            return open_gguf(inside[0])
+        raise UserError(f"model folder {path} holds no config.json and {len(inside)} .gguf files: name one file, or another folder")
+    raise UserError(f"model {path} does not exist, or is neither a folder nor a .gguf file")

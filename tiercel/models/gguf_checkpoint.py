@@ -1,0 +1,128 @@
+"""Reading GGUF files (ggml-org/llama.cpp) with the ``gguf`` package: description, tensors, tokenizer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
+from torch import Tensor
+
+from tiercel.core.errors import UserError
+from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.description import ModelDescription
+from tiercel.models.tokenizer import Tokenizer, tokenizer_from_gguf
+
+ARCHITECTURES = ("llama",)
+TENSOR_TYPES = ("Q4_1", "Q4_0", "Q8_0", "F16", "BF16", "F32")
+NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file.
+
+    Raises:
+        UserError: not a GGUF file, cut short, or of an architecture or quantisation that is not supported.
+    """
+    try:
+        reader = GGUFReader(path)
+    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
+        raise UserError(f"{path} is no readable GGUF file ({error}): it may be cut short; get it again") from error
+    fields = _Fields(path, reader)
+    description = _description(fields, {tensor.name for tensor in reader.tensors})
+    for tensor in reader.tensors:
+        if tensor.tensor_type.name not in TENSOR_TYPES:
+            raise UserError(
+                f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}; supported are {', '.join(TENSOR_TYPES)}"
+            )
+    return Checkpoint(
+        path, description, lambda: _tensors(path, reader, description), lambda: tokenizer_from_gguf(str(path), fields)
+    )
+
+
+class _Fields:
+    """The file's key/value pairs by name."""
+
+    def __init__(self, path: Path, reader: GGUFReader) -> None:
+        self.path, self.reader = path, reader
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = self.reader.get_field(name)
+        return default if found is None else found.contents()
+
+    def need(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise UserError(f"{self.path}: the GGUF field {name} is missing")
+        return value
+
+
+def _description(fields: _Fields, tensor_names: set[str]) -> ModelDescription:
+    arch = fields.need("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise UserError(f"{fields.path}: architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    if fields.get(f"{arch}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensor_names:
+        raise UserError(f"{fields.path}: RoPE scaling is not supported")
+    if fields.get(f"{arch}.expert_count", 0):
+        raise UserError(f"{fields.path}: mixture-of-experts models are not supported")
+    num_heads, hidden_size = fields.need(f"{arch}.attention.head_count"), fields.need(f"{arch}.embedding_length")
+    eos = {fields.get("tokenizer.ggml.eos_token_id"), fields.get("tokenizer.ggml.eot_token_id")} - {None}
+    return ModelDescription(
+        family=arch,
+        vocab_size=len(fields.need("tokenizer.ggml.tokens")),
+        hidden_size=hidden_size,
+        intermediate_size=fields.need(f"{arch}.feed_forward_length"),
+        num_layers=fields.need(f"{arch}.block_count"),
+        num_heads=num_heads,
+        num_kv_heads=fields.get(f"{arch}.attention.head_count_kv", num_heads),
+        head_dim=fields.get(f"{arch}.attention.key_length", hidden_size // num_heads),
+        rope_theta=float(fields.get(f"{arch}.rope.freq_base", 10000.0)),
+        rms_norm_eps=float(fields.need(f"{arch}.attention.layer_norm_rms_epsilon")),
+        max_position=fields.need(f"{arch}.context_length"),
+        tie_word_embeddings="output.weight" not in tensor_names,
+        eos_token_ids=tuple(sorted(int(e) for e in eos)),
+    )
+
+
+def _tensors(path: Path, reader: GGUFReader, description: ModelDescription) -> Iterator[tuple[str, Tensor]]:
+    for tensor in reader.tensors:
+        name = _published(path, tensor.name)
+        values = dequantize(tensor.data, GGMLQuantizationType(tensor.tensor_type))
+        weight = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
+        if name.endswith("q_proj.weight"):
+            weight = _half_split(weight, description.num_heads)
+        elif name.endswith("k_proj.weight"):
+            weight = _half_split(weight, description.num_kv_heads)
+        yield name, weight
+
+
+def _published(path: Path, name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    layer = ""
+    if stem.startswith("blk."):
+        _, index, stem = stem.split(".", 2)
+        layer = f"layers.{index}."
+    if stem not in NAMES:
+        raise UserError(f"{path}: tensor {name} is unknown; the file needs a feature that is not supported")
+    return f"{layer}{NAMES[stem]}.{kind}"
+
+
+def _half_split(weight: Tensor, heads: int) -> Tensor:
+    """Undo llama.cpp's row order: its converter interleaves the two halves of every head of q and k for RoPE."""
+    rows, columns = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

@@ -1,0 +1,168 @@
+"""From the engine thread to spans and files: a bounded queue, one exporter thread, sinks.
+
+The engine thread only appends plain objects. When the queue is full an item is dropped and counted by kind; the end of a
+request is never dropped. A sink that fails is counted and logged once, and the others go on.
+"""
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from tiercel.core.batch import StepRecord
+from tiercel.core.config import TraceConfig
+from tiercel.observability.perfetto import PerfettoSink
+from tiercel.observability.records import RecordsSink, RequestRecord
+from tiercel.observability.req_time_stats import Mark, ReqTimeStats
+from tiercel.observability.spans import SpanSink
+from tiercel.observability.trace import make_provider, set_global_trace_level
+
+logger = logging.getLogger(__name__)
+
+CAPACITY = 65536
+CLOSE_TIMEOUT_S = 3.0
+
+
+class Sink(Protocol):
+    """Consumes what the engine recorded, on the exporter thread, in order."""
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_request(self, record: RequestRecord, stats: ReqTimeStats) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MarkSink(Sink, Protocol):
+    """A sink that wants the hooks' marks too."""
+
+    def on_mark(self, mark: Mark) -> None: ...
+
+
+Item = Mark | StepRecord | tuple[RequestRecord, ReqTimeStats]
+
+
+class TracePipeline:
+    """Takes marks, step records and finished requests from the engine thread to the sinks.
+
+    Args:
+        sinks: consumers of records.
+        mark_sinks: consumers that want marks as well.
+        capacity: items that may wait.
+
+    ``dropped`` counts items that found the queue full, ``failed`` exceptions, both by kind.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink] = (), mark_sinks: Sequence[MarkSink] = (), capacity: int = CAPACITY
+    ) -> None:
+        self._sinks: list[Sink] = [*sinks, *mark_sinks]
+        self._mark_sinks = list(mark_sinks)
+        self._capacity = capacity
+        self._items: deque[Item] = deque()
+        self._wake, self._closing = threading.Event(), False
+        self.dropped: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self._thread: threading.Thread | None = None
+        if self._sinks:
+            self._thread = threading.Thread(target=self._run, name="tiercel-trace", daemon=True)
+            self._thread.start()
+
+    def new_time_stats(self, request_id: str, traceparent: str | None = None) -> ReqTimeStats:
+        """The hooks of a request that arrives now."""
+        return ReqTimeStats(request_id, self.on_mark, traceparent=traceparent)
+
+    def on_mark(self, mark: Mark) -> None:
+        """Take a stage mark."""
+        if self._mark_sinks:
+            self._put(mark, "mark")
+
+    def on_step(self, record: StepRecord) -> None:
+        """Take a finished engine step."""
+        self._put(record, "step")
+
+    def on_request(self, record: RequestRecord, stats: ReqTimeStats) -> None:
+        """Take the end of a request."""
+        if self._thread:
+            self._items.append((record, stats))
+            self._wake.set()
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Flush and close every sink, waiting at most ``timeout_s``.
+
+        Returns:
+            Whether everything was flushed in time.
+        """
+        if self._thread is None:
+            return True
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("trace pipeline: not flushed within %.1f s; %d items left", timeout_s, len(self._items))
+            return False
+        return True
+
+    def _put(self, item: Item, kind: str) -> None:
+        if self._thread is None:
+            return
+        if len(self._items) >= self._capacity:
+            self.dropped[kind] += 1
+            return
+        self._items.append(item)
+        self._wake.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while self._items:
+                self._deliver(self._items.popleft())
+            if self._closing and not self._items:
+                break
+        for sink in self._sinks:
+            self._guarded(sink, "close", sink.close)
+
+    def _deliver(self, item: Item) -> None:
+        if isinstance(item, Mark):
+            for mark_sink in self._mark_sinks:
+                self._guarded(mark_sink, "mark", mark_sink.on_mark, item)
+        elif isinstance(item, StepRecord):
+            for sink in self._sinks:
+                self._guarded(sink, "step", sink.on_step, item)
+        else:
+            for sink in self._sinks:
+                self._guarded(sink, "request", sink.on_request, *item)
+
+    def _guarded(self, sink: Sink, kind: str, call: object, *args: object) -> None:
+        try:
+            call(*args)  # type: ignore[operator]
+        except Exception:
+            key = f"{type(sink).__name__}.{kind}"
+            self.failed[key] += 1
+            if self.failed[key] == 1:
+                logger.exception("trace pipeline: %s failed; further failures are only counted", key)
+
+
+def open_pipeline(config: TraceConfig, model: str, exporters: Sequence[SpanExporter] = ()) -> TracePipeline:
+    """The pipeline that ``config`` asks for; it also sets the process's trace level.
+
+    Args:
+        config: what is recorded, and where it goes.
+        model: model name for the spans.
+        exporters: further span exporters.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    sinks: list[Sink] = []
+    if config.records_out:
+        sinks.append(RecordsSink(config.records_out))
+    if config.trace_out:
+        sinks.append(PerfettoSink(config.trace_out))
+    mark_sinks = [SpanSink(make_provider(config, exporters), model)] if config.enable_trace else []
+    set_global_trace_level(config.trace_level if config.enable_trace else 0)
+    return TracePipeline(sinks, mark_sinks)
