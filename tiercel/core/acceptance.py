@@ -1,6 +1,6 @@
 """Acceptance, counted once and in one place. Every report, span, record and counter derives from here."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(slots=True)
@@ -12,9 +12,16 @@ class StageTimes:
     draft_extend: int = 0
     other: int = 0
 
+    def add(self, stage_ns: dict[str, int]) -> None:
+        """Add one round's exclusive nanoseconds, by stage name."""
+        self.draft += stage_ns["draft"]
+        self.verify += stage_ns["verify"]
+        self.draft_extend += stage_ns["draft_extend"]
+        self.other += stage_ns["other"]
+
     def as_ms(self) -> dict[str, float]:
         """Milliseconds per stage, under the stage's name."""
-        return {name: getattr(self, name) / 1e6 for name in ("draft", "verify", "draft_extend", "other")}
+        return {name: ns / 1e6 for name, ns in asdict(self).items()}
 
 
 @dataclass(slots=True)
@@ -48,8 +55,7 @@ class SpecCounts:
         self.proposed += other.proposed
         self.correct += other.correct
         self.emitted += other.emitted
-        for name in ("draft", "verify", "draft_extend", "other"):
-            setattr(self.stage_ns, name, getattr(self.stage_ns, name) + getattr(other.stage_ns, name))
+        self.stage_ns.add(asdict(other.stage_ns))
 
     @property
     def num_rounds(self) -> int:

@@ -92,10 +92,12 @@ class MultiLayerEagleWorker(SpecWorker):
 
     @torch.inference_mode()
     def draft_extend(self, rows: ComputedRows) -> Iterator[None]:
-        depth = max(req.draft_depth(self.num_steps) for req in rows.reqs)
+        # A request that can use no more drafts never will again: its rows are left out.
+        wanted = [req.draft_depth(self.num_steps) for req in rows.reqs]
+        depth = max(wanted)
         if depth == 0:
             return
-        pieces = [self._rows(r, start, h) for r, start, h in zip(rows.reqs, rows.starts, rows.hidden, strict=True)]
+        pieces = [self._rows(*row) for row, d in zip(zip(rows.reqs, rows.starts, rows.hidden, strict=True), wanted, strict=True) if d]
         device = self.target.placement.device
         segments = [Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces]
         attention = PagedAttention(segments, self.storages, self.group, device)

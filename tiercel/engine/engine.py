@@ -1,0 +1,218 @@
+"""The engine loop: schedule, one forward, hand out tokens, record."""
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from tiercel.core.batch import Batch, ForwardMode, GenerationBatchResult
+from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
+from tiercel.core.errors import UserError
+from tiercel.core.request import FinishReason, Request
+from tiercel.core.sampling_params import SamplingParams
+from tiercel.device.placement import Placement, place
+from tiercel.engine.outputs import StepOutput
+from tiercel.engine.scheduler import Scheduler
+from tiercel.kvcache.manager import KvCacheManager
+from tiercel.models.checkpoint import Checkpoint, open_checkpoint
+from tiercel.models.decoder import Decoder
+from tiercel.models.hub import resolve_model
+from tiercel.models.loading import load_decoder
+from tiercel.observability.pipeline import open_pipeline
+from tiercel.observability.records import RequestRecord, request_record
+from tiercel.observability.req_time_stats import ReqTimeStats, set_time_batch
+from tiercel.speculative.base_worker import SpecWorker
+from tiercel.speculative.registry import WorkerContext, check_spec, make_worker
+from tiercel.speculative.target_runner import TargetRunner
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target in memory; several engines of one process may share it, since weights never change."""
+
+    checkpoint: Checkpoint
+    decoder: Decoder
+    placement: Placement
+
+
+def load_target(config: EngineConfig, spec: SpecConfig) -> LoadedTarget:
+    """Open the model, refuse a draft that cannot work with it, then read the weights.
+
+    Raises:
+        UserError: see ``resolve_model``, ``open_checkpoint``, ``check_spec`` and ``load_decoder``.
+    """
+    checkpoint = open_checkpoint(resolve_model(config.model))
+    check_spec(spec, checkpoint)
+    placement = place(config)
+    return LoadedTarget(checkpoint, load_decoder(checkpoint, placement.dtype, placement.device), placement)
+
+
+class Engine:
+    """Runs requests through one target and one worker. Not thread-safe: one thread calls it.
+
+    Args:
+        config: what runs.
+        spec: who drafts.
+        trace: what is recorded.
+        target: a target that is loaded already; None loads ``config.model``.
+        exporters: further span exporters.
+
+    Raises:
+        UserError: the model, the draft or a setting cannot work.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: SpecConfig,
+        trace: TraceConfig,
+        target: LoadedTarget | None = None,
+        exporters: Sequence[SpanExporter] = (),
+    ) -> None:
+        target = target or load_target(config, spec)
+        kv = KvCacheManager(config.kv_tokens, config.page_size)
+        runner = TargetRunner(target.decoder, kv, target.placement)
+        worker = make_worker(WorkerContext(target.checkpoint, runner, spec))
+        model_name = Path(config.model).name if "/" in config.model else config.model
+        self._setup(config, target.checkpoint, worker, model_name, trace, exporters)
+
+    def _setup(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        worker: SpecWorker,
+        model_name: str,
+        trace: TraceConfig,
+        exporters: Sequence[SpanExporter],
+    ) -> None:
+        self.checkpoint, self.worker, self.kv, self.model_name = checkpoint, worker, worker.kv, model_name
+        self.max_model_len = _context_limit(config, checkpoint.description.max_position)
+        self.scheduler = Scheduler(config, self.kv, worker.num_steps, self._preempted)
+        self.requests: dict[str, Request] = {}
+        self.pipeline = open_pipeline(trace, model_name, exporters)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        traceparent: str | None = None,
+    ) -> Request:
+        """Queue a request. Where the context cannot hold ``max_tokens`` more, the answer ends with reason ``length`` earlier.
+
+        Raises:
+            UserError: an empty prompt, a token id out of range, a prompt that fills the context or the KV pool, or an id in use.
+        """
+        count, vocab_size = len(prompt_token_ids), self.checkpoint.description.vocab_size
+        if request_id in self.requests:
+            raise UserError(f"request id {request_id!r} is in use: choose another")
+        if not count or not all(0 <= t < vocab_size for t in prompt_token_ids):
+            raise UserError(f"request {request_id}: the prompt must hold at least one token, each from 0 to {vocab_size - 1}")
+        limit = min(self.max_model_len, self.kv.num_slots_total)
+        if count >= limit:
+            what = "context" if limit == self.max_model_len else "KV pool (kv_tokens)"
+            raise UserError(f"request {request_id}: the prompt has {count} tokens, the {what} holds {limit}: shorten the prompt")
+        sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, self.max_model_len - count))
+        stats = self.pipeline.new_time_stats(request_id, traceparent)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        eos = frozenset(self.checkpoint.description.eos_token_ids)
+        req = Request(request_id, list(prompt_token_ids), sampling, seed, eos, stats)
+        stats.set_wait_queue_entry_time()
+        self.requests[request_id] = req
+        self.scheduler.add(req)
+        return req
+
+    def abort(self, request_id: str) -> RequestRecord | None:
+        """Withdraw a request, in whatever phase it is; None if there is no such request (it may just have finished)."""
+        req = self.requests.get(request_id)
+        if req is None:
+            return None
+        req.finish_reason = FinishReason.ABORT
+        return self._finish(req)
+
+    def step(self) -> list[StepOutput]:
+        """Play one step: prefill chunks, or one round.
+
+        Returns:
+            New tokens by request; requests that ended carry their record.
+        """
+        start = perf_counter_ns()
+        batch = self.scheduler.schedule()
+        outputs = [StepOutput(r, [], [], self._finish(r)) for r in list(self.scheduler.admitted) if r.is_finished]
+        if batch is None:
+            return outputs
+        if batch.mode is ForwardMode.EXTEND:
+            set_time_batch(batch.reqs, "set_forward_entry_time")
+        try:
+            result = self.worker.forward_batch_generation(batch)
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+        return outputs + self._take(batch, result, start)
+
+    def close(self) -> None:
+        """End what still runs as aborted, then flush traces and records."""
+        for request_id in list(self.requests):
+            self.abort(request_id)
+        self.pipeline.close()
+
+    def _take(self, batch: Batch, result: GenerationBatchResult, start: int) -> list[StepOutput]:
+        record = result.record
+        first = [req for req in batch.reqs if len(req.output_token_ids) == 1 and batch.mode is ForwardMode.EXTEND]
+        set_time_batch(first, "set_prefill_finished_time")
+        self.scheduler.update(batch)
+        record.num_waiting = len(self.scheduler.waiting)
+        record.kv_slots_used, record.kv_slots_total = self.kv.num_slots_used, self.kv.num_slots_total
+        record.start_ns, record.end_ns = start, perf_counter_ns()
+        if batch.mode is ForwardMode.DECODE:
+            for req in batch.reqs:
+                req.spec.stage_ns.add(record.stage_ns)
+        self.pipeline.on_step(record)
+        outputs = []
+        for req, count in zip(batch.reqs, result.num_emitted, strict=True):
+            tail = len(req.output_token_ids) - count
+            finished = self._finish(req) if req.is_finished else None
+            outputs.append(StepOutput(req, req.output_token_ids[tail:], req.output_sources[tail:], finished))
+        return outputs
+
+    def _finish(self, req: Request) -> RequestRecord:
+        del self.requests[req.request_id]
+        self.scheduler.remove(req)
+        self.worker.forget(req.request_id)
+        stats = _stats(req)
+        stats.set_completion_time()
+        record = request_record(req, stats, self.model_name, self.worker.method, self.worker.num_steps)
+        self.pipeline.on_request(record, stats)
+        return record
+
+    def _preempted(self, req: Request) -> None:
+        self.worker.forget(req.request_id)
+        _stats(req).set_retract_time()
+
+    def _fail_all(self, error: BaseException) -> None:
+        for req in list(self.requests.values()):
+            req.finish_reason, req.error = FinishReason.ERROR, f"the engine failed: {error!r}"
+            self._finish(req)
+        self.pipeline.close()
+
+
+def _stats(req: Request) -> ReqTimeStats:
+    stats = req.time_stats
+    assert isinstance(stats, ReqTimeStats)
+    return stats
+
+
+def _context_limit(config: EngineConfig, max_position: int) -> int:
+    if config.max_model_len is None:
+        return max_position
+    if config.max_model_len > max_position:
+        raise UserError(f"max_model_len={config.max_model_len} exceeds the model's context of {max_position}: choose at most that")
+    return config.max_model_len

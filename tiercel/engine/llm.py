@@ -1,0 +1,159 @@
+"""The library's front door: ``LLM(...).generate(...)``."""
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from tiercel.core.config import DEFAULT_MODEL, EngineConfig, SpecConfig, TraceConfig
+from tiercel.core.errors import UserError
+from tiercel.core.sampling_params import SamplingParams
+from tiercel.engine.engine import Engine, LoadedTarget
+from tiercel.engine.outputs import RequestOutput, StepOutput, TokenEvent
+from tiercel.models.tokenizer import StreamDecoder, Tokenizer
+
+Prompt = str | list[int] | list[dict[str, Any]]
+"""A user's text, token ids, or chat messages."""
+
+
+class LLM:
+    """An engine and its tokenizer.
+
+    Args:
+        model: shorthand for ``EngineConfig(model=…)``.
+        spec: who drafts; the default is multi-layer EAGLE with every MTP layer of the draft.
+        engine: what runs; excludes ``model``.
+        trace: what is recorded.
+        target: a target that is loaded already.
+
+    Raises:
+        UserError: the model, the draft or a setting cannot work.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        spec: SpecConfig | None = None,
+        engine: EngineConfig | None = None,
+        trace: TraceConfig | None = None,
+        target: LoadedTarget | None = None,
+    ) -> None:
+        if model is not None and engine is not None:
+            raise UserError("both model and engine are given: name the model in EngineConfig(model=…)")
+        config = engine or EngineConfig(model=model or DEFAULT_MODEL)
+        self.engine = Engine(config, spec or SpecConfig(), trace or TraceConfig(), target)
+        self._count = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.checkpoint.tokenizer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what runs; flush traces and records."""
+        self.engine.close()
+
+    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
+        """Token ids of a prompt; text goes through the chat template as one user message unless ``chat`` is False."""
+        if isinstance(prompt, str):
+            if not chat or self.tokenizer.chat_template is None:
+                return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        if prompt and isinstance(prompt[0], dict):
+            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        return list(prompt)  # type: ignore[arg-type]
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat: bool = True,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts together, in continuous batches.
+
+        Args:
+            prompts: one text, or a list of texts, token id lists or chat message lists.
+            sampling: one for all, or one per prompt.
+            chat: put texts through the chat template (base models without one take them raw).
+            request_ids: names for traces and records; counted up by default.
+
+        Returns:
+            Results in the order of the prompts.
+
+        Raises:
+            UserError: a prompt cannot run; nothing was started then.
+        """
+        done = {e.request_id: e.output for e in self.stream(prompts, sampling, chat=chat, request_ids=request_ids) if e.output}
+        return sorted(done.values(), key=lambda output: self._order[output.request_id])
+
+    def stream(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat: bool = True,
+        request_ids: Sequence[str] | None = None,
+    ) -> Iterator[TokenEvent]:
+        """As ``generate``, but token by token as they come; the last event of each request carries its result.
+
+        Leaving the iterator early aborts what still runs.
+        """
+        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        wishes = _one_each(sampling or SamplingParams(), len(listed))
+        ids = list(request_ids or (f"req-{self._count + i}" for i in range(len(listed))))
+        self._count += len(listed)
+        self._order = {request_id: i for i, request_id in enumerate(ids)}
+        encoded = [self.encode(prompt, chat=chat) for prompt in listed]
+        added: list[str] = []
+        try:
+            for request_id, token_ids, wish in zip(ids, encoded, wishes, strict=True):
+                self.engine.add_request(request_id, token_ids, wish)
+                added.append(request_id)
+            decoders = {request_id: StreamDecoder(self.tokenizer) for request_id in ids}
+            texts: dict[str, list[str]] = {request_id: [] for request_id in ids}
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    request_id = output.request.request_id
+                    yield from _events(output, decoders[request_id], texts[request_id])
+        finally:
+            for request_id in added:
+                self.engine.abort(request_id)
+
+
+def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if len(sampling) != count:
+        raise UserError(f"{len(sampling)} sampling parameters for {count} prompts: give one, or one for each")
+    return sampling
+
+
+def _events(output: StepOutput, decoder: StreamDecoder, pieces: list[str]) -> Iterator[TokenEvent]:
+    request_id = output.request.request_id
+    for token_id, source in zip(output.token_ids, output.sources, strict=True):
+        pieces.append(decoder.push(token_id))
+        yield TokenEvent(request_id, token_id, source, pieces[-1])
+    if output.record is not None:
+        pieces.append(decoder.finish())
+        yield TokenEvent(request_id, None, None, pieces[-1], _result(output, "".join(pieces)))
+
+
+def _result(output: StepOutput, text: str) -> RequestOutput:
+    req, record = output.request, output.record
+    assert record is not None
+    return RequestOutput(
+        request_id=req.request_id,
+        text=text,
+        token_ids=list(req.output_token_ids),
+        sources=list(req.output_sources),
+        finish_reason=record.finish_reason,
+        record=record,
+        stage_time_ms=req.spec.stage_ns.as_ms(),
+    )

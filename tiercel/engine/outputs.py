@@ -1,0 +1,83 @@
+"""What callers get: tokens as they come, and a request's whole result."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tiercel.core.request import Request
+from tiercel.observability.records import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """New tokens of one request in one engine step; ``sources`` as in ``tiercel.core.request``."""
+
+    request: Request
+    token_ids: list[int]
+    sources: list[int]
+    record: RequestRecord | None
+    """Set once: when the request has finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token of a stream. ``text`` may be empty while a character is incomplete; the last event carries ``output``."""
+
+    request_id: str
+    token_id: int | None
+    source: int | None
+    text: str
+    output: "RequestOutput | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request: its text, its tokens and where they came from, and its record."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    sources: list[int]
+    finish_reason: str
+    record: RequestRecord
+    stage_time_ms: dict[str, float]
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Token counts under OpenAI's names."""
+        prompt, completion = self.record.prompt_tokens, self.record.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    @property
+    def generation_ms(self) -> float | None:
+        """Milliseconds from the first token to the end."""
+        first = self.record.time_to_first_token_ms
+        return None if first is None else self.record.e2e_ms - first
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens after the first, per second of generation (prefill left out); None below two tokens."""
+        if self.generation_ms is None or self.record.completion_tokens < 2:
+            return None
+        return (self.record.completion_tokens - 1) / self.generation_ms * 1e3
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that ``tiercel generate --json`` prints."""
+        metrics = {
+            "time_to_first_token_ms": self.record.time_to_first_token_ms,
+            "queue_time_ms": self.record.queue_ms,
+            "generation_time_ms": self.generation_ms,
+            "e2e_ms": self.record.e2e_ms,
+            "tokens_per_second": self.tokens_per_second,
+            "num_preemptions": self.record.num_preemptions,
+            "error": self.record.error,
+            "token_sources": self.sources,
+            "speculative_decoding": self.record.spec,
+        }
+        return {
+            "request_id": self.request_id,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "usage": self.usage,
+            "metrics": metrics,
+        }
