@@ -115,11 +115,15 @@ class Engine:
         if request_id in self.requests:
             raise UserError(f"request id {request_id!r} is in use: choose another")
         if not count or not all(0 <= t < vocab_size for t in prompt_token_ids):
-            raise UserError(f"request {request_id}: the prompt must hold at least one token, each from 0 to {vocab_size - 1}")
+            raise UserError(
+                f"request {request_id}: the prompt must hold at least one token, each from 0 to {vocab_size - 1}"
+            )
         limit = min(self.max_model_len, self.kv.num_slots_total)
         if count >= limit:
             what = "context" if limit == self.max_model_len else "KV pool (kv_tokens)"
-            raise UserError(f"request {request_id}: the prompt has {count} tokens, the {what} holds {limit}: shorten the prompt")
+            raise UserError(
+                f"request {request_id}: the prompt has {count} tokens, the {what} holds {limit}: shorten the prompt"
+            )
         sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, self.max_model_len - count))
         stats = self.pipeline.new_time_stats(request_id, traceparent)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -214,5 +218,7 @@ def _context_limit(config: EngineConfig, max_position: int) -> int:
     if config.max_model_len is None:
         return max_position
     if config.max_model_len > max_position:
-        raise UserError(f"max_model_len={config.max_model_len} exceeds the model's context of {max_position}: choose at most that")
+        raise UserError(
+            f"max_model_len={config.max_model_len} exceeds the model's context of {max_position}: choose at most that"
+        )
     return config.max_model_len

@@ -51,7 +51,9 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -65,7 +67,7 @@ class LLM:
                 return self.tokenizer.encode(prompt)
             return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
         if prompt and isinstance(prompt[0], dict):
-            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+            return self.tokenizer.encode_chat(prompt)
         return list(prompt)  # type: ignore[arg-type]
 
     def generate(
@@ -90,7 +92,11 @@ class LLM:
         Raises:
             UserError: a prompt cannot run; nothing was started then.
         """
-        done = {e.request_id: e.output for e in self.stream(prompts, sampling, chat=chat, request_ids=request_ids) if e.output}
+        done = {
+            e.request_id: e.output
+            for e in self.stream(prompts, sampling, chat=chat, request_ids=request_ids)
+            if e.output
+        }
         return sorted(done.values(), key=lambda output: self._order[output.request_id])
 
     def stream(

@@ -108,7 +108,9 @@ class Scheduler:
             victim = next(r for r in reversed(self.admitted) if not r.is_finished)
             if victim is req and self.admitted[0] is req:
                 req.finish_reason = FinishReason.ERROR
-                req.error = f"the KV pool of {self.kv.num_slots_total} tokens is too small for {need} tokens; raise kv_tokens"
+                req.error = (
+                    f"the KV pool of {self.kv.num_slots_total} tokens is too small for {need} tokens; raise kv_tokens"
+                )
                 return False
             self._preempt(victim)
             if victim is req:

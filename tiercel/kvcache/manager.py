@@ -80,7 +80,9 @@ class KvCacheManager:
         """
         owner = self._owners[request_id]
         if not owner.committed <= length <= len(owner.slots):
-            raise KvCacheError(f"{request_id}: commit of {length}, {owner.committed} committed, {len(owner.slots)} reserved")
+            raise KvCacheError(
+                f"{request_id}: commit of {length}, {owner.committed} committed, {len(owner.slots)} reserved"
+            )
         owner.committed = length
 
     def rollback(self, request_id: str) -> None:
@@ -114,7 +116,9 @@ class KvCacheManager:
         """
         owned = [page for owner in self._owners.values() for page in owner.pages]
         if sorted([*owned, *self._free]) != list(range(self.num_pages)):
-            raise KvCacheError(f"{len(owned)} owned and {len(self._free)} free pages are not the {self.num_pages} of the pool")
+            raise KvCacheError(
+                f"{len(owned)} owned and {len(self._free)} free pages are not the {self.num_pages} of the pool"
+            )
         for request_id, owner in self._owners.items():
             if not torch.equal(owner.slots, self._page_slots(owner.pages)) or owner.committed > len(owner.slots):
                 raise KvCacheError(f"{request_id}: slots and pages disagree, or more is committed than reserved")

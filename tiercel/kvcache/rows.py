@@ -44,7 +44,9 @@ class PagedAttention:
         self.is_ragged = any(count != width for count in counts)
         if self.is_ragged:
             firsts = torch.tensor([0, *counts[:-1]]).cumsum(0)
-            self.gather = torch.stack([_padded(f + torch.arange(c), width) for f, c in zip(firsts, counts, strict=True)]).to(device)
+            self.gather = torch.stack(
+                [_padded(f + torch.arange(c), width) for f, c in zip(firsts, counts, strict=True)]
+            ).to(device)
             self.scatter = (torch.arange(width) < torch.tensor(counts)[:, None]).to(device)
         self.shape = (len(segments), width)
 

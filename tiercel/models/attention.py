@@ -1,6 +1,5 @@
 """Two ways for rows to see each other: dense and causal (training, references), or over the paged KV cache (serving)."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,6 +14,6 @@ class DenseAttention:
         self.batch = batch
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.reshape(self.batch, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1).flatten(1)

@@ -68,5 +68,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         inside = sorted(path.glob("*.gguf"))
         if len(inside) == 1:
             return open_gguf(inside[0])
-        raise UserError(f"model folder {path} holds no config.json and {len(inside)} .gguf files: name one file, or another folder")
+        raise UserError(
+            f"model folder {path} holds no config.json and {len(inside)} .gguf files: name one file, or another folder"
+        )
     raise UserError(f"model {path} does not exist, or is neither a folder nor a .gguf file")

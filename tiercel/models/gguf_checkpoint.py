@@ -13,7 +13,7 @@ from torch import Tensor
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.description import ModelDescription
-from tiercel.models.tokenizer import Tokenizer, tokenizer_from_gguf
+from tiercel.models.tokenizer import tokenizer_from_gguf
 
 ARCHITECTURES = ("llama",)
 TENSOR_TYPES = ("Q4_1", "Q4_0", "Q8_0", "F16", "BF16", "F32")
@@ -75,7 +75,9 @@ class _Fields:
 def _description(fields: _Fields, tensor_names: set[str]) -> ModelDescription:
     arch = fields.need("general.architecture")
     if arch not in ARCHITECTURES:
-        raise UserError(f"{fields.path}: architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"{fields.path}: architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
     if fields.get(f"{arch}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensor_names:
         raise UserError(f"{fields.path}: RoPE scaling is not supported")
     if fields.get(f"{arch}.expert_count", 0):

@@ -26,9 +26,7 @@ def open_hf_folder(folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
     description = _description(folder, config)
     files = _weight_files(folder)
-    return Checkpoint(
-        folder, description, lambda: _tensors(files, description), lambda: tokenizer_from_folder(folder)
-    )
+    return Checkpoint(folder, description, lambda: _tensors(files, description), lambda: tokenizer_from_folder(folder))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -91,10 +89,8 @@ def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-    else:
-        names = ["model.safetensors"]
+    shards = read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
+    names = sorted(set(shards.values()))
     for name in names:
         if not (folder / name).is_file():
             raise UserError(f"model folder {folder} lacks {name}: get the checkpoint again (only safetensors are read)")

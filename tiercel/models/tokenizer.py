@@ -152,14 +152,18 @@ def tokenizer_from_gguf(where: str, fields: Fields) -> Tokenizer:
     """
     model, pre = fields.need("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
-        raise UserError(f"{where}: tokenizer {model!r}/{pre!r} is not supported; supported are gpt2 with {', '.join(PRE_TOKENIZERS)}")
+        raise UserError(
+            f"{where}: tokenizer {model!r}/{pre!r} is not supported; supported are gpt2 with {', '.join(PRE_TOKENIZERS)}"
+        )
     tokens: list[str] = fields.need("tokenizer.ggml.tokens")
     types: list[int] = fields.need("tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ", 1)) for merge in fields.need("tokenizer.ggml.merges")]
     fast = FastTokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     fast.pre_tokenizer = PRE_TOKENIZERS[pre]()
     fast.decoder = decoders.ByteLevel()
-    added = [(token, kind == CONTROL) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
+    added = [
+        (token, kind == CONTROL) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)
+    ]
     fast.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, special in added if special])
     fast.add_tokens([AddedToken(t, special=False, normalized=False) for t, special in added if not special])
 
@@ -192,4 +196,5 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
 
 
 def _token_text(value: Any) -> str | None:
-    return value["content"] if isinstance(value, dict) else value
+    text = value["content"] if isinstance(value, dict) else value
+    return None if text is None else str(text)

@@ -27,6 +27,7 @@ class PerfettoSink:
             raise UserError(f"cannot write the trace file {path}: {error.strerror}") from error
         self._tracks: dict[str, int] = {}
         self._num_tracks = 0
+        self._born: dict[str, int] = {}  # when the draft extend began that made a request's present drafts
         self._correct = self._proposed = 0
         name = {"name": "process_name", "ph": "M", "pid": PROCESS, "args": {"name": "tiercel"}}
         self._file.write("[\n" + json.dumps(name))
@@ -41,7 +42,7 @@ class PerfettoSink:
             args = {"start": extend.start, "end": extend.end, "step": record.step}
             track = self._track(extend.request_id)
             self._slice(track, "extend", record.verify_start_ns, record.draft_extend_end_ns, args)
-            self._flow("s", extend.request_id, record.step, track, record.draft_extend_start_ns)
+            self._born[extend.request_id] = record.draft_extend_start_ns
         for done in record.rounds:
             self._round(done, record)
         self._counters(record)
@@ -53,6 +54,7 @@ class PerfettoSink:
             self._slice(track, "queue", stats.wait_queue_entry_ns, waited, {})
         end = {"finish_reason": record.finish_reason, "completion_tokens": record.completion_tokens}
         self._event("i", track, "finish", stats.completion_ns or stats.created_ns, {"s": "t", "args": end})
+        self._born.pop(record.request_id, None)
         del self._tracks[record.request_id]  # an id may come again: it gets a new track
 
     def close(self) -> None:
@@ -70,11 +72,17 @@ class PerfettoSink:
             "context": done.context_len,
         }
         end = record.draft_extend_end_ns
-        self._slice(track, f"round {done.round}: {done.num_correct_drafts}/{len(done.draft_token_ids)}", record.draft_start_ns, end, args)
+        self._slice(
+            track,
+            f"round {done.round}: {done.num_correct_drafts}/{len(done.draft_token_ids)}",
+            record.draft_start_ns,
+            end,
+            args,
+        )
         self._stages(track, record, True)
         if done.born_step is not None:
-            self._flow("f", done.request_id, done.born_step, track, record.verify_start_ns)
-        self._flow("s", done.request_id, record.step, track, record.draft_extend_start_ns)
+            self._arrow(done.request_id, done.born_step, track, record.verify_start_ns)
+        self._born[done.request_id] = record.draft_extend_start_ns
         self._correct += done.num_correct_drafts
         self._proposed += len(done.draft_token_ids)
 
@@ -92,7 +100,7 @@ class PerfettoSink:
             start = end
 
     def _counters(self, record: StepRecord) -> None:
-        values = {
+        values: dict[str, dict[str, float]] = {
             "requests": {"running": len(record.rounds) or len(record.extends), "waiting": record.num_waiting},
             "KV slots used": {"slots": record.kv_slots_used},
         }
@@ -101,9 +109,10 @@ class PerfettoSink:
         for name, args in values.items():
             self._event("C", ENGINE_TRACK, name, record.end_ns, {"args": args})
 
-    def _flow(self, phase: str, request_id: str, born_step: int, track: int, ts_ns: int) -> None:
-        extra: dict[str, Any] = {"cat": "draft", "id": f"{request_id}/{born_step}"}
-        self._event(phase, track, "drafts", ts_ns, extra | ({"bp": "e"} if phase == "f" else {}))
+    def _arrow(self, request_id: str, born_step: int, track: int, end_ns: int) -> None:
+        flow: dict[str, Any] = {"cat": "draft", "id": f"{track}/{born_step}"}
+        self._event("s", track, "drafts", self._born[request_id], flow)
+        self._event("f", track, "drafts", end_ns, {**flow, "bp": "e"})
 
     def _track(self, request_id: str) -> int:
         if request_id not in self._tracks:

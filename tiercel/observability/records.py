@@ -83,7 +83,11 @@ class RecordsSink:
             raise UserError(f"cannot write records to {folder}: {error.strerror}") from error
 
     def on_step(self, record: StepRecord) -> None:
-        line = {"schema_version": SCHEMA_VERSION, **asdict(record), "stage_ms": {k: v / 1e6 for k, v in record.stage_ns.items()}}
+        line = {
+            "schema_version": SCHEMA_VERSION,
+            **asdict(record),
+            "stage_ms": {k: v / 1e6 for k, v in record.stage_ns.items()},
+        }
         self._rounds.write(json.dumps(line) + "\n")
 
     def on_request(self, record: RequestRecord, _: ReqTimeStats) -> None:
@@ -115,11 +119,16 @@ def read_rounds(path: Path) -> Iterator[StepRecord]:
     for where, row in _lines(path):
         try:
             fields = {name: row[name] for name in StepRecord.__dataclass_fields__}
-            rounds = [RequestRound(**{k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}) for r in row["rounds"]]
+            rounds = [_round(r) for r in row["rounds"]]
             extends = [RequestExtend(**e) for e in row["extends"]]
             yield StepRecord(**{**fields, "mode": ForwardMode(row["mode"]), "rounds": rounds, "extends": extends})
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{where}: not a step record ({error})") from error
+
+
+def _round(row: dict[str, Any]) -> RequestRound:
+    tuples = {name: tuple(row[name]) for name in ("draft_token_ids", "draft_layers")}
+    return RequestRound(**{**row, **tuples})
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -97,7 +97,11 @@ class MultiLayerEagleWorker(SpecWorker):
         depth = max(wanted)
         if depth == 0:
             return
-        pieces = [self._rows(*row) for row, d in zip(zip(rows.reqs, rows.starts, rows.hidden, strict=True), wanted, strict=True) if d]
+        pieces = [
+            self._rows(*row)
+            for row, d in zip(zip(rows.reqs, rows.starts, rows.hidden, strict=True), wanted, strict=True)
+            if d
+        ]
         device = self.target.placement.device
         segments = [Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces]
         attention = PagedAttention(segments, self.storages, self.group, device)
@@ -125,7 +129,9 @@ class MultiLayerEagleWorker(SpecWorker):
         if state is None:
             return DraftRows(req, start, req.num_computed, hidden)
         if state.end != start:
-            raise RuntimeError(f"{req.request_id}: draft rows end at {state.end}, the target's new rows start at {start}")
+            raise RuntimeError(
+                f"{req.request_id}: draft rows end at {state.end}, the target's new rows start at {start}"
+            )
         return DraftRows(req, start - len(state.tail), req.num_computed, torch.cat((state.tail, hidden)))
 
     def _propose(self, index: int, hidden: Tensor, pieces: list[DraftRows]) -> Tensor:

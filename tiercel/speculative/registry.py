@@ -68,5 +68,7 @@ def checked_num_steps(spec: SpecConfig, num_layers: int, draft: str) -> int:
     if spec.num_steps is None:
         return num_layers
     if spec.num_steps > num_layers:
-        raise UserError(f"num_steps={spec.num_steps}, but draft {draft} holds {num_layers} MTP layers: choose 0 to {num_layers}")
+        raise UserError(
+            f"num_steps={spec.num_steps}, but draft {draft} holds {num_layers} MTP layers: choose 0 to {num_layers}"
+        )
     return spec.num_steps

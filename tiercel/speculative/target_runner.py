@@ -51,9 +51,13 @@ class TargetRunner:
             ends: end of each request's rows.
             num_sampled: how many of each request's last rows choose a token (0: none).
         """
-        segments = [Segment(r.num_computed, end, self.kv.slots(r.request_id)) for r, end in zip(reqs, ends, strict=True)]
+        segments = [
+            Segment(r.num_computed, end, self.kv.slots(r.request_id)) for r, end in zip(reqs, ends, strict=True)
+        ]
         shape = self.decoder.description
-        attention = PagedAttention(segments, self.storages, shape.num_heads // shape.num_kv_heads, self.placement.device)
+        attention = PagedAttention(
+            segments, self.storages, shape.num_heads // shape.num_kv_heads, self.placement.device
+        )
         rows = self.decoder(token_ids, attention.positions, attention)
         hidden = list(rows.split([s.end - s.start for s in segments]))
         wanted = [h[len(h) - count :] for h, count in zip(hidden, num_sampled, strict=True)]

@@ -63,7 +63,9 @@ def _conversation(line: str, where: str, vocab_size: int, max_length: int) -> Co
         row = json.loads(line)
         prompt, answer = row["prompt_token_ids"], row["response_token_ids"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{where}: need a JSON object with prompt_token_ids and response_token_ids ({error})") from error
+        raise UserError(
+            f"{where}: need a JSON object with prompt_token_ids and response_token_ids ({error})"
+        ) from error
     token_ids = (*prompt, *answer)
     if not prompt or not all(isinstance(t, int) and 0 <= t < vocab_size for t in token_ids):
         raise UserError(f"{where}: token ids must be integers below the target's vocabulary of {vocab_size}")

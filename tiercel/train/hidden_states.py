@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class HiddenStateCache:
         if not fresh and (folder / "key.json").read_text() != key:
             raise UserError(f"{folder} caches another target or other data: remove it or choose another --out")
         size = (int(self.offsets[-1]), target.description.hidden_size)
-        mode = "w+" if fresh else "r+"
+        mode: Literal["w+", "r+"] = "w+" if fresh else "r+"
         self.states = np.memmap(folder / "hidden.bf16", np.int16, mode, shape=size)
         self.done = np.memmap(folder / "done.u8", np.uint8, mode, shape=(len(conversations),))
         (folder / "key.json").write_text(key)

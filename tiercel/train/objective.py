@@ -49,9 +49,14 @@ class DistilledCrossEntropy(torch.autograd.Function):
         return loss, agree
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad_loss.to(gradient.dtype), None, None, None
+
+
+def _distilled(student: Tensor, teacher: Tensor, head: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    loss, agree = DistilledCrossEntropy.apply(student, teacher, head, weight)  # type: ignore[no-untyped-call]
+    return loss, agree
 
 
 @dataclass(slots=True)
@@ -100,7 +105,7 @@ def layer_losses(draft: MtpDraft, target: Decoder, token_ids: Tensor, hidden: Te
         student = draft.layers[index].final_layernorm(out.view(*token_ids.shape, -1)[rows, columns])  # type: ignore[operator]
         head = draft.head
         assert head is not None
-        entropy, agree = DistilledCrossEntropy.apply(student.to(head.dtype), teacher.to(head.dtype), head, weight)
+        entropy, agree = _distilled(student.to(head.dtype), teacher.to(head.dtype), head, weight)
         distance = F.smooth_l1_loss(student.float(), teacher.float(), reduction="none").mean(-1)
         scale = POSITION_WEIGHTS[min(index, len(POSITION_WEIGHTS) - 1)] / weight.sum()
         total = total + scale * (entropy + REGRESSION_WEIGHT * (distance * weight).sum())
@@ -153,7 +158,9 @@ def measure(draft: MtpDraft, conversations: list[Conversation], hidden: list[Ten
 
 def _walk(conversation: Conversation, picks: list[list[int]], found: Acceptance) -> None:
     ids, depth = conversation.token_ids, len(picks)
-    hits = [[row + 2 + i < len(ids) and picks[i][row] == ids[row + 2 + i] for row in range(len(ids))] for i in range(depth)]
+    hits = [
+        [row + 2 + i < len(ids) and picks[i][row] == ids[row + 2 + i] for row in range(len(ids))] for i in range(depth)
+    ]
     first = conversation.answer_start - 1  # the row whose "next token" is the first answer token
     for i in range(depth):
         found.accurate[i] += sum(hits[i][first : len(ids) - 2 - depth])

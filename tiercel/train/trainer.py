@@ -154,7 +154,9 @@ class Trainer:
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
         named = list(self.draft.layers.named_parameters())
-        matrices = [{"params": [p], "scale": self.input_rms if "eh_proj" in n else 1.0} for n, p in named if p.dim() == 2]
+        matrices = [
+            {"params": [p], "scale": self.input_rms if "eh_proj" in n else 1.0} for n, p in named if p.dim() == 2
+        ]
         vectors = [{"params": [p], "scale": 1.0} for _, p in named if p.dim() == 1]
         muon = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
         return [muon, torch.optim.AdamW(vectors, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0)]
@@ -249,7 +251,9 @@ class Trainer:
             file.write(json.dumps(row) + "\n")
 
 
-def new_draft(checkpoint: Checkpoint, target: Decoder, data: list[Conversation], config: TrainConfig, input_rms: float) -> MtpDraft:
+def new_draft(
+    checkpoint: Checkpoint, target: Decoder, data: list[Conversation], config: TrainConfig, input_rms: float
+) -> MtpDraft:
     """An untrained draft: one layer, shared by every position, started from the target's last layer.
 
     ``eh_proj`` starts as ``[0.5 c I, c I]`` with c the root mean square of that layer's usual input, so that its decoder
@@ -276,4 +280,3 @@ def new_draft(checkpoint: Checkpoint, target: Decoder, data: list[Conversation],
     draft.layers = nn.ModuleList([layer] * config.layers)
     draft.share(target)
     return draft
-

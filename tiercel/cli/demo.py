@@ -1,0 +1,119 @@
+"""``tiercel demo``: see speculation at work on a real model, with its true speed beside plain decoding."""
+
+import os
+import statistics
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tiercel.cli import options
+from tiercel.cli.render import counts_table, legend, print_piece, stages_table
+from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
+from tiercel.core.errors import UserError
+from tiercel.core.sampling_params import SamplingParams
+from tiercel.engine.engine import load_target
+from tiercel.engine.llm import LLM
+from tiercel.engine.outputs import RequestOutput
+from tiercel.observability.records import REQUESTS_FILE, ROUNDS_FILE
+
+PROMPTS = (
+    "Explain in three sentences why the sky is blue.",
+    "A baker sells 12 loaves a day at 3 dollars each. How much does she earn in a week? Think step by step.",
+    "Write a short thank-you letter to a neighbour who watered the plants.",
+)
+PROMPT_VARIABLE = "TIERCEL_DEMO_PROMPT"
+
+
+def command(
+    prompt: Annotated[str | None, typer.Option(help=f"A prompt of your own (or in {PROMPT_VARIABLE}).")] = None,
+    max_tokens: options.MaxTokens = 64,
+    runs: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt, with and without speculation.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for the trace and the records.")] = Path("demo-out"),
+    model: options.Model = options.DEFAULT,
+    draft: options.Draft = "auto",
+    num_steps: options.NumSteps = None,
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = None,
+    picture: Annotated[Path | None, typer.Option(help="Save what was shown as an SVG picture.")] = None,
+) -> None:
+    """Answer a few prompts with coloured tokens, then show acceptance, stage times, and speed with and without speculation."""
+    console = Console(record=picture is not None, highlight=False)
+    own = prompt or os.environ.get(PROMPT_VARIABLE)
+    prompts = {f"prompt {i + 1}": text for i, text in enumerate(PROMPTS)} | ({"yours": own} if own else {})
+    for old in (out / "records" / REQUESTS_FILE, out / "records" / ROUNDS_FILE):
+        old.unlink(missing_ok=True)  # records are appended to: a demo shows one run
+    engine = EngineConfig(model=model, dtype=dtype, num_threads=threads)
+    spec = SpecConfig(draft=draft, num_steps=num_steps)
+    trace = TraceConfig(trace_out=out / "trace.json", records_out=out / "records")
+    with console.status("loading the model"):
+        target = load_target(engine, spec)
+        drafting = LLM(engine=engine, spec=spec, trace=trace, target=target)
+        plain = LLM(engine=engine, spec=SpecConfig(method="none"), target=target)
+    with drafting, plain:
+        console.print(legend(drafting.engine.worker.num_steps))
+        sampling = SamplingParams(max_tokens=max_tokens)
+        shown, speeds = [], []
+        for name, text in prompts.items():
+            console.print(f"\n[bold]{name}:[/] ", end="")
+            console.print(text, markup=False, soft_wrap=True)
+            shown.append(_stream(console, drafting, name, text, sampling))
+            speeds.append(_compare(console, drafting, plain, name, text, sampling, runs))
+    console.print()
+    console.print(counts_table(shown))
+    console.print(stages_table(shown))
+    console.print(_speed_table(list(prompts), speeds))
+    files = (trace.trace_out, out / "records" / REQUESTS_FILE, out / "records" / ROUNDS_FILE)
+    console.print("wrote " + ", ".join(map(str, files)) + " (open the trace at ui.perfetto.dev)", soft_wrap=True)
+    if picture:
+        console.save_svg(str(picture), title="make demo")
+
+
+def _stream(console: Console, llm: LLM, name: str, text: str, sampling: SamplingParams) -> RequestOutput:
+    for event in llm.stream(text, sampling, request_ids=[name]):
+        print_piece(console, event.text, event.source)
+        if event.output:
+            console.print()
+            if event.output.record.error:
+                raise UserError(event.output.record.error)
+            return event.output
+    raise RuntimeError(f"the stream of {name} ended without a result")
+
+
+def _compare(
+    console: Console, drafting: LLM, plain: LLM, name: str, text: str, sampling: SamplingParams, runs: int
+) -> tuple[list[float], list[float]]:
+    """Tokens per second with and without speculation, interleaved run by run; says so if an output differs."""
+    with_spec, without = [], []
+    with console.status(f"timing {name}, with and without speculation"):
+        for run in range(runs):
+            ours = drafting.generate(text, sampling, request_ids=[f"{name} run {run + 1}"])[0]
+            reference = plain.generate(text, sampling)[0]
+            if ours.token_ids != reference.token_ids:
+                console.print(
+                    f"[red]{name}: the output differs from plain decoding[/] (a tie between two tokens, or a fault)"
+                )
+            with_spec.append(ours.tokens_per_second or 0.0)
+            without.append(reference.tokens_per_second or 0.0)
+    return with_spec, without
+
+
+def _speed_table(names: list[str], speeds: list[tuple[list[float], list[float]]]) -> Table:
+    table = Table(title="tokens per second: median (least – most) of interleaved runs", title_justify="left")
+    for column in ("request", "with speculation", "without", "ratio"):
+        table.add_column(column, justify="left" if column == "request" else "right")
+    ratios = []
+    for name, (ours, plain) in zip(names, speeds, strict=True):
+        pairs = [a / b for a, b in zip(ours, plain, strict=True) if b]
+        ratios += pairs
+        table.add_row(name, _spread(ours, 1), _spread(plain, 1), _spread(pairs, 2))
+    table.add_row("all", "", "", _spread(ratios, 2), end_section=True)
+    return table
+
+
+def _spread(values: list[float], digits: int) -> str:
+    if not values:
+        return "–"
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} – {max(values):.{digits}f})"

@@ -1,0 +1,101 @@
+"""``tiercel generate``: answer prompts."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiercel.cli import options
+from tiercel.cli.prompts import PromptRow, read_prompts
+from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
+from tiercel.core.errors import UserError
+from tiercel.core.sampling_params import SamplingParams
+from tiercel.engine.llm import LLM
+from tiercel.engine.outputs import RequestOutput
+
+
+def command(
+    prompt: Annotated[str | None, typer.Argument(help="One prompt; or use --prompts.")] = None,
+    prompts: options.Prompts = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per request, in the prompts' order.")
+    ] = False,
+    model: options.Model = options.DEFAULT,
+    spec: options.Spec = "multi-layer-eagle",
+    draft: options.Draft = "auto",
+    num_steps: options.NumSteps = None,
+    max_tokens: options.MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Tokens kept; 0 keeps all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    max_batch_size: options.BatchSize = 16,
+    kv_tokens: Annotated[int, typer.Option(help="KV slots in the pool.")] = 16384,
+    max_prefill_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens per step; longer prompts are cut in chunks.")
+    ] = 512,
+    exact_kv: Annotated[
+        bool, typer.Option("--exact-kv/--stale-kv", help="Recompute draft KV made from wrong drafts.")
+    ] = True,
+    trace_out: options.TraceOut = None,
+    records_out: options.RecordsOut = None,
+    enable_trace: Annotated[bool, typer.Option("--enable-trace", help="Make OpenTelemetry spans.")] = False,
+    trace_level: Annotated[int, typer.Option(help="0 off … 3 everything.")] = 3,
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Collector, e.g. http://localhost:4317.")] = None,
+    otlp_protocol: Annotated[str, typer.Option(help="grpc or http/protobuf.")] = "grpc",
+    otlp_file: Annotated[Path | None, typer.Option(help="OTLP-JSON file for spans.")] = None,
+) -> None:
+    """Answer one prompt (streamed) or a file of prompts (in continuous batches)."""
+    if (prompt is None) == (prompts is None):
+        raise UserError("give one prompt, or a file with --prompts (not both)")
+    sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, ignore_eos)
+    engine = EngineConfig(
+        model=model,
+        dtype=dtype,
+        device=device,
+        num_threads=threads,
+        max_batch_size=max_batch_size,
+        kv_tokens=kv_tokens,
+        max_prefill_tokens=max_prefill_tokens,
+    )
+    speculation = SpecConfig(spec, draft, num_steps, exact_kv)
+    trace = TraceConfig(
+        enable_trace, trace_level, otlp_traces_endpoint, otlp_protocol, otlp_file, trace_out, records_out
+    )
+    rows = read_prompts(prompts) if prompts else [PromptRow("req-0", prompt or "")]
+    with LLM(spec=speculation, engine=engine, trace=trace) as llm:
+        show = _print_json if as_json else (_print_stream if prompt is not None else _print_texts)
+        show(llm, rows, sampling, chat=not raw)
+
+
+def _print_json(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, chat: bool) -> None:
+    for output in _in_order(llm, rows, sampling, chat=chat):
+        typer.echo(json.dumps(output.to_json(), ensure_ascii=False))
+
+
+def _print_texts(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, chat: bool) -> None:
+    for output in _in_order(llm, rows, sampling, chat=chat):
+        typer.echo(f"=== {output.request_id} ({output.finish_reason})\n{output.text}\n")
+
+
+def _print_stream(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, chat: bool) -> None:
+    failed = None
+    for event in llm.stream([row.text for row in rows], sampling, chat=chat):
+        sys.stdout.write(event.text)
+        sys.stdout.flush()
+        failed = event.output.record.error if event.output else None
+    typer.echo()
+    if failed:
+        raise UserError(failed)
+
+
+def _in_order(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, chat: bool) -> "list[RequestOutput]":
+    ids = [row.request_id for row in rows]
+    return llm.generate([row.text for row in rows], sampling, chat=chat, request_ids=ids)

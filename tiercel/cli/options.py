@@ -1,0 +1,25 @@
+"""Options that several commands share, and the configuration objects made of them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiercel.core.config import DEFAULT_MODEL
+
+Model = Annotated[str, typer.Option("--model", help="smollm2-135m, a folder, a .gguf file, or hf:ORG/NAME.")]
+Spec = Annotated[str, typer.Option("--spec", help="none or multi-layer-eagle.")]
+Draft = Annotated[str, typer.Option("--draft", help="auto, smollm2-135m-mtp3, or a folder.")]
+NumSteps = Annotated[
+    int | None, typer.Option("--num-steps", help="Drafts per round at most (K); default: every MTP layer.")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Completion tokens at most.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
+BatchSize = Annotated[int, typer.Option("--max-batch-size", help="Requests that run at once.")]
+Prompts = Annotated[Path | None, typer.Option("--prompts", help="JSON lines with `prompt`, or Spec-Bench's `turns`.")]
+TraceOut = Annotated[Path | None, typer.Option("--trace-out", help="Perfetto trace file to write.")]
+RecordsOut = Annotated[Path | None, typer.Option("--records-out", help="Folder for requests.jsonl and rounds.jsonl.")]
+
+DEFAULT = DEFAULT_MODEL

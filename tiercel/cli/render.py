@@ -1,0 +1,77 @@
+"""What a person sees: tokens coloured by where they came from, and a table per run."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL
+from tiercel.engine.outputs import RequestOutput
+
+LAYER_STYLES = ("bold green", "bold yellow", "bold magenta", "bold cyan")
+"""Style of the tokens that MTP layer 1, 2, 3, … proposed; more layers start over."""
+
+
+def source_style(source: int) -> str:
+    """Rich style of a token's source."""
+    if source == SOURCE_PREFILL:
+        return "dim"
+    if source == SOURCE_BONUS:
+        return "default"
+    return LAYER_STYLES[source % len(LAYER_STYLES)]
+
+
+def legend(num_layers: int) -> Text:
+    """One line that explains the colours."""
+    parts = [("prefill", source_style(SOURCE_PREFILL)), ("target's bonus token", source_style(SOURCE_BONUS))]
+    parts += [(f"MTP layer {i + 1}", source_style(i)) for i in range(num_layers)]
+    line = Text("tokens from: ")
+    for name, style in parts:
+        line.append(f" {name} ", style)
+    return line
+
+
+def print_piece(console: Console, text: str, source: int | None) -> None:
+    """Print a piece of a stream as it comes, in its source's colour."""
+    style = "default" if source is None else source_style(source)
+    console.print(Text(text, style=style), end="", soft_wrap=True)
+
+
+def percent(value: float | None) -> str:
+    """A share for a table; a dash where nothing was counted."""
+    return "–" if value is None else f"{100 * value:.0f}%"
+
+
+def counts_table(outputs: list[RequestOutput]) -> Table:
+    """Tokens, rounds and acceptance of each request."""
+    table = Table(title="acceptance", title_justify="left")
+    for name in ("request", "tokens", "rounds", "rate", "length", "by position", "by position, if reached"):
+        table.add_column(name, justify="left" if name == "request" else "right", no_wrap=name != "request")
+    for output in outputs:
+        spec = output.record.spec
+        length = spec["mean_acceptance_length"]
+        table.add_row(
+            output.request_id,
+            str(output.record.completion_tokens),
+            str(spec["num_spec_steps"]),
+            percent(spec["draft_acceptance_rate"]),
+            "–" if length is None else f"{length:.2f}",
+            " ".join(percent(p) for p in spec["per_position_acceptance"]),
+            " ".join(percent(p) for p in spec["per_position_conditional_acceptance"]),
+        )
+    return table
+
+
+def stages_table(outputs: list[RequestOutput]) -> Table:
+    """Where the rounds' time went, in milliseconds and shares."""
+    table = Table(title="time in rounds", title_justify="left")
+    table.add_column("request")
+    stages = ("draft", "verify", "draft_extend", "other")
+    for stage in stages:
+        table.add_column(stage.replace("_", " "), justify="right")
+    table.add_column("ms per round", justify="right")
+    for output in outputs:
+        times, rounds = output.stage_time_ms, output.record.spec["num_spec_steps"]
+        total = sum(times.values())
+        cells = [f"{times[s]:.0f} ms {percent(times[s] / total if total else None)}" for s in stages]
+        table.add_row(output.request_id, *cells, f"{total / rounds:.1f}" if rounds else "–")
+    return table
