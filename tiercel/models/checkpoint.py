@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,6 +50,33 @@ class Checkpoint:
         sizes = (shape.vocab_size, shape.hidden_size, shape.num_layers, shape.num_heads, shape.num_kv_heads)
         text = json.dumps([sizes, self.tokenizer.vocabulary_in_order()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_description(description: ModelDescription, where: Path) -> ModelDescription:
+    """Hand ``description`` back once its values can be those of a model.
+
+    Raises:
+        UserError: naming the first setting that cannot be, its value, and ``where`` it was read.
+    """
+    whole = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    for name in (*whole, "max_position"):
+        value = getattr(description, name)
+        _require(type(value) is int and value >= 1, where, f"{name} is {value!r}, it must be a positive integer")
+    for name in ("rope_theta", "rms_norm_eps"):
+        value = getattr(description, name)
+        _require(math.isfinite(value) and value > 0, where, f"{name} is {value!r}, it must be a positive number")
+    heads, kv_heads, head_dim = description.num_heads, description.num_kv_heads, description.head_dim
+    _require(heads % kv_heads == 0, where, f"{heads} heads cannot share {kv_heads} key/value heads evenly")
+    _require(head_dim % 2 == 0, where, f"head_dim is {head_dim}, RoPE rotates halves: it must be even")
+    for token in description.eos_token_ids:
+        fits = type(token) is int and 0 <= token < description.vocab_size
+        _require(fits, where, f"EOS token {token!r} is no token of a vocabulary of {description.vocab_size}")
+    return description
+
+
+def _require(holds: bool, where: Path, problem: str) -> None:
+    if not holds:
+        raise UserError(f"{where}: {problem}; correct it, or get the checkpoint again")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

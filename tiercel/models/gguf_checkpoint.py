@@ -11,7 +11,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from tiercel.core.errors import UserError
-from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.checkpoint import Checkpoint, check_description
 from tiercel.models.description import ModelDescription
 from tiercel.models.tokenizer import tokenizer_from_gguf
 
@@ -56,14 +56,17 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 class _Fields:
-    """The file's key/value pairs by name."""
+    """The file's key/value pairs by name; one that cannot be decoded is a ``UserError``."""
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
         self.path, self.reader = path, reader
 
     def get(self, name: str, default: Any = None) -> Any:
         found = self.reader.get_field(name)
-        return default if found is None else found.contents()
+        try:
+            return default if found is None else found.contents()
+        except (ValueError, IndexError) as error:  # UnicodeDecodeError is a ValueError
+            raise UserError(f"{self.path}: the GGUF field {name} is damaged ({error}); get the file again") from error
 
     def need(self, name: str) -> Any:
         value = self.get(name)
@@ -83,8 +86,14 @@ def _description(fields: _Fields, tensor_names: set[str]) -> ModelDescription:
     if fields.get(f"{arch}.expert_count", 0):
         raise UserError(f"{fields.path}: mixture-of-experts models are not supported")
     num_heads, hidden_size = fields.need(f"{arch}.attention.head_count"), fields.need(f"{arch}.embedding_length")
+    if not (isinstance(num_heads, int) and isinstance(hidden_size, int) and num_heads > 0):
+        raise UserError(f"{fields.path}: {num_heads!r} heads over a hidden size of {hidden_size!r} are not supported")
+    head_dim = fields.get(f"{arch}.attention.key_length", hidden_size // num_heads)
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if fields.get(f"{arch}.{name}", head_dim) != head_dim:
+            raise UserError(f"{fields.path}: {arch}.{name} differs from the head size {head_dim}: not supported")
     eos = {fields.get("tokenizer.ggml.eos_token_id"), fields.get("tokenizer.ggml.eot_token_id")} - {None}
-    return ModelDescription(
+    description = ModelDescription(
         family=arch,
         vocab_size=len(fields.need("tokenizer.ggml.tokens")),
         hidden_size=hidden_size,
@@ -92,13 +101,14 @@ def _description(fields: _Fields, tensor_names: set[str]) -> ModelDescription:
         num_layers=fields.need(f"{arch}.block_count"),
         num_heads=num_heads,
         num_kv_heads=fields.get(f"{arch}.attention.head_count_kv", num_heads),
-        head_dim=fields.get(f"{arch}.attention.key_length", hidden_size // num_heads),
+        head_dim=head_dim,
         rope_theta=float(fields.get(f"{arch}.rope.freq_base", 10000.0)),
         rms_norm_eps=float(fields.need(f"{arch}.attention.layer_norm_rms_epsilon")),
         max_position=fields.need(f"{arch}.context_length"),
         tie_word_embeddings="output.weight" not in tensor_names,
         eos_token_ids=tuple(sorted(int(e) for e in eos)),
     )
+    return check_description(description, fields.path)
 
 
 def _tensors(path: Path, reader: GGUFReader, description: ModelDescription) -> Iterator[tuple[str, Tensor]]:
@@ -106,10 +116,9 @@ def _tensors(path: Path, reader: GGUFReader, description: ModelDescription) -> I
         name = _published(path, tensor.name)
         values = dequantize(tensor.data, GGMLQuantizationType(tensor.tensor_type))
         weight = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
-        if name.endswith("q_proj.weight"):
-            weight = _half_split(weight, description.num_heads)
-        elif name.endswith("k_proj.weight"):
-            weight = _half_split(weight, description.num_kv_heads)
+        heads = {"q_proj": description.num_heads, "k_proj": description.num_kv_heads}.get(name.split(".")[-2])
+        if heads is not None and weight.shape == (heads * description.head_dim, description.hidden_size):
+            weight = _half_split(weight, heads)  # of another shape it is not touched: whoever loads it refuses it
         yield name, weight
 
 
@@ -117,7 +126,7 @@ def _published(path: Path, name: str) -> str:
     stem, _, kind = name.rpartition(".")
     layer = ""
     if stem.startswith("blk."):
-        _, index, stem = stem.split(".", 2)
+        index, _, stem = stem.removeprefix("blk.").partition(".")
         layer = f"layers.{index}."
     if stem not in NAMES:
         raise UserError(f"{path}: tensor {name} is unknown; the file needs a feature that is not supported")

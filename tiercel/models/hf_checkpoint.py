@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tiercel.core.errors import UserError
-from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.checkpoint import Checkpoint, check_description
 from tiercel.models.description import ModelDescription
 from tiercel.models.tokenizer import tokenizer_from_folder
 
@@ -45,20 +45,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _description(folder: Path, config: dict[str, Any]) -> ModelDescription:
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
     if family not in FAMILIES:
         raise UserError(f"{folder}: model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"{folder}: RoPE scaling {kind!r} is not supported")
+    if config.get("quantization_config"):
+        raise UserError(f"{folder}: quantised weights are not supported in this layout; take a .gguf file instead")
+    rope_theta = _rope_theta(folder, config)
     if config.get("use_sliding_window") or config.get("mlp_bias") or config.get("hidden_act", "silu") != "silu":
         raise UserError(f"{folder}: sliding windows, MLP biases and activations other than silu are not supported")
     if config.get("attention_bias"):
         raise UserError(f"{folder}: attention_bias is not supported for model_type {family!r}")
     try:
         heads = config["num_attention_heads"]
-        return ModelDescription(
+        description = ModelDescription(
             family=family,
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -67,8 +66,8 @@ def _description(folder: Path, config: dict[str, Any]) -> ModelDescription:
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
-            rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=rope_theta,
+            rms_norm_eps=float(config["rms_norm_eps"]),
             max_position=config["max_position_embeddings"],
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             eos_token_ids=_eos_token_ids(folder, config),
@@ -76,6 +75,24 @@ def _description(folder: Path, config: dict[str, Any]) -> ModelDescription:
         )
     except KeyError as error:
         raise UserError(f"{folder / 'config.json'} lacks {error}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"{folder / 'config.json'} holds a value that cannot be ({error}); correct it") from error
+    return check_description(description, folder / "config.json")
+
+
+def _rope_theta(folder: Path, config: dict[str, Any]) -> float:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{folder / 'config.json'}: the RoPE parameters are {rope!r}, they must be an object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UserError(f"{folder}: RoPE scaling {kind!r} is not supported")
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(f"{folder}: RoPE over a part of each head is not supported")
+    theta = config.get("rope_theta") or rope.get("rope_theta", 10000.0)
+    if not isinstance(theta, int | float):
+        raise UserError(f"{folder / 'config.json'}: rope_theta is {theta!r}, it must be a number")
+    return float(theta)
 
 
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
@@ -89,7 +106,9 @@ def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    shards = read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
+    shards = read_json(index).get("weight_map") if index.is_file() else {"": "model.safetensors"}
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise UserError(f"{index}: weight_map must map tensor names to file names; get the checkpoint again")
     names = sorted(set(shards.values()))
     for name in names:
         if not (folder / name).is_file():

@@ -1,0 +1,109 @@
+"""A toy model in Hugging Face layout with random weights, a toy draft for it, and the real default model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tiercel.core.config import EngineConfig, SpecConfig
+from tiercel.engine.engine import LoadedTarget, load_target
+from tiercel.models.checkpoint import Checkpoint, open_checkpoint
+from tiercel.models.description import MtpDescription
+from tiercel.models.hub import resolve_model
+from tiercel.models.mtp import MtpDraft
+from tiercel.models.mtp_checkpoint import save_draft
+from tiercel.observability.trace import set_global_trace_level
+
+TOY_EOS = 257
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def _tracing_off() -> Iterator[None]:
+    yield
+    set_global_trace_level(0)
+
+
+@pytest.fixture(scope="session")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Llama over 259 tokens (the bytes, one merge and two special ones)."""
+    folder = tmp_path_factory.mktemp("toy-model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "th"])}, merges=[("t", "h")]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken("<|im_end|>", special=True), AddedToken("<|im_start|>", special=True)])
+    fast.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=TOY_EOS,
+        bos_token_id=None,
+        initializer_range=0.4,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy_checkpoint(toy_model: Path) -> Checkpoint:
+    return open_checkpoint(toy_model)
+
+
+@pytest.fixture(scope="session")
+def toy_target(toy_model: Path) -> LoadedTarget:
+    return load_target(EngineConfig(model=str(toy_model)), SpecConfig(method="none"))
+
+
+def random_draft(
+    target: LoadedTarget, *, chained: bool = True, num_layers: int = 3, draft_vocab: int = 200
+) -> MtpDraft:
+    """A draft with random weights for ``target``."""
+    body = target.checkpoint.description
+    description = MtpDescription(
+        num_layers=num_layers,
+        chained=chained,
+        body=body,
+        target_hidden_size=body.hidden_size,
+        hidden_before_final_norm=True,
+        embedding_first=True,
+        draft_vocab_size=draft_vocab,
+        target_fingerprint=target.checkpoint.fingerprint,
+    )
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randperm(body.vocab_size, generator=generator)[:draft_vocab].sort().values
+    draft = MtpDraft(description, ids - torch.arange(draft_vocab))
+    for parameter in draft.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    draft.share(target.decoder)
+    return draft.requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def toy_draft(toy_target: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy-draft")
+    save_draft(random_draft(toy_target), folder, {})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model; `make test` fetches it first, and without it these tests fail rather than skip."""
+    return resolve_model("smollm2-135m")

@@ -1,0 +1,172 @@
+"""The worker against a plain loop written from the definition, with nothing cached."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.conftest import random_draft
+from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
+from tiercel.core.request import Request
+from tiercel.core.sampling_params import SamplingParams
+from tiercel.engine.engine import Engine, LoadedTarget
+from tiercel.models.attention import DenseAttention
+from tiercel.models.mtp import MtpDraft
+from tiercel.speculative import registry
+from tiercel.speculative.base_worker import SpecWorker
+from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
+from tiercel.speculative.registry import WorkerContext
+
+PROMPTS = [[7, 30, 99, 12, 200, 45, 8, 61, 5, 77, 140, 9, 33, 2, 18, 55, 21], [90, 91], [14] * 9]
+
+
+@torch.inference_mode()
+def reference_drafts(target: LoadedTarget, draft: MtpDraft, token_ids: list[int], depth: int) -> list[int]:
+    """Drafts after ``token_ids``: every layer runs over the whole text, unknown tokens being the drafts before."""
+    rows = len(token_ids) - 1
+    attention, positions = DenseAttention(1), torch.arange(rows)
+    hidden = first = target.decoder(torch.tensor(token_ids[:-1]), positions, attention)
+    drafts: list[int] = []
+    for i in range(depth):
+        known = [*token_ids, *drafts]
+        inputs = torch.tensor([known[t + 1 + i] for t in range(rows)])
+        source = hidden if draft.description.chained else first
+        hidden = draft.layers[i](draft.embed(inputs), source, draft.rotary(positions), i, attention)
+        drafts.append(int(draft.target_ids[draft.logits(i, hidden[-1:]).argmax()]))
+    return drafts
+
+
+def engine_with(
+    target: LoadedTarget, draft: MtpDraft, config: EngineConfig, *, num_steps: int = 3, exact_kv: bool = True
+) -> Engine:
+    def build(context: WorkerContext) -> SpecWorker:
+        return MultiLayerEagleWorker(context.target, draft, num_steps, exact_kv=exact_kv)
+
+    before = registry.WORKERS["none"]
+    registry.WORKERS["none"] = build
+    try:
+        return Engine(config, SpecConfig(method="none"), TraceConfig(), target)
+    finally:
+        registry.WORKERS["none"] = before
+
+
+def sometimes_right(engine: Engine, answers: dict[str, list[int]]) -> None:
+    """Replace proposals by true ones now and then, so that every accept pattern occurs; what the layers compute stays."""
+    worker = engine.worker
+    assert isinstance(worker, MultiLayerEagleWorker)
+    honest, turn = worker.draft, iter(range(10**9))
+
+    def draft(batch):  # type: ignore[no-untyped-def]
+        proposed = honest(batch)
+        chains = []
+        for req, chain in zip(batch.reqs, proposed.draft_token_ids, strict=True):
+            good = next(turn) % (len(chain) + 1)
+            done = len(req.output_token_ids)
+            truth = answers[req.request_id][done : done + good]
+            chains.append([*truth, *chain[len(truth) :]])
+        return dataclasses.replace(proposed, draft_token_ids=chains)
+
+    worker.draft = draft  # type: ignore[method-assign]
+
+
+def rounds(engine: Engine) -> Iterator[Request]:
+    """Step the engine; yields every request that has just got fresh drafts."""
+    worker = engine.worker
+    assert isinstance(worker, MultiLayerEagleWorker)
+    while engine.has_work:
+        outputs = engine.step()
+        engine.kv.check()
+        for output in outputs:
+            req = output.request
+            state = worker.states.get(req.request_id)
+            if state and not req.is_finished and state.end == len(req.token_ids) - 1 and req.draft_depth(3) == 3:
+                yield req
+
+
+def plain_answers(target: LoadedTarget, sampling: SamplingParams) -> dict[str, list[int]]:
+    engine = Engine(EngineConfig(), SpecConfig(method="none"), TraceConfig(), target)
+    reqs = [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(PROMPTS)]
+    while engine.has_work:
+        engine.step()
+    return {req.request_id: req.output_token_ids for req in reqs}
+
+
+SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("chunk", [1, 2, 7, 512])
+def test_drafts_equal_a_fresh_prefill_after_every_accept_pattern(
+    toy_target: LoadedTarget, chained: bool, chunk: int
+) -> None:
+    draft = random_draft(toy_target, chained=chained)
+    answers = plain_answers(toy_target, SAMPLING)
+    engine = engine_with(toy_target, draft, EngineConfig(max_prefill_tokens=chunk, page_size=4))
+    sometimes_right(engine, answers)
+    reqs = [engine.add_request(str(i), prompt, SAMPLING) for i, prompt in enumerate(PROMPTS)]
+    seen = set()
+    assert isinstance(engine.worker, MultiLayerEagleWorker)
+    for req in rounds(engine):
+        expected = reference_drafts(toy_target, draft, req.token_ids, 3)
+        assert engine.worker.states[req.request_id].drafts == expected
+        seen.update(req.spec.correct)
+    assert seen == {0, 1, 2, 3}
+    assert {r.request_id: r.output_token_ids for r in reqs} == answers
+    assert engine.worker.states == {}
+    assert engine.kv.num_slots_used == 0
+
+
+def test_stale_kv_differs_so_the_test_above_can_fail(toy_target: LoadedTarget) -> None:
+    draft = random_draft(toy_target)
+    engine = engine_with(toy_target, draft, EngineConfig(), exact_kv=False)
+    engine.add_request("0", PROMPTS[0], SAMPLING)
+    assert isinstance(engine.worker, MultiLayerEagleWorker)
+    wrong = 0
+    for req in rounds(engine):
+        wrong += engine.worker.states["0"].drafts != reference_drafts(toy_target, draft, req.token_ids, 3)
+    assert wrong > 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_fewer_steps_than_layers(toy_target: LoadedTarget, num_steps: int) -> None:
+    engine = engine_with(toy_target, random_draft(toy_target), EngineConfig(), num_steps=num_steps)
+    reqs = [engine.add_request(str(i), prompt, SAMPLING) for i, prompt in enumerate(PROMPTS)]
+    while engine.has_work:
+        engine.step()
+    assert {r.request_id: r.output_token_ids for r in reqs} == plain_answers(toy_target, SAMPLING)
+    assert all(max(r.spec.proposed) == num_steps for r in reqs)
+
+
+def test_the_last_rounds_propose_no_more_than_can_be_used(toy_target: LoadedTarget) -> None:
+    engine = engine_with(toy_target, random_draft(toy_target), EngineConfig())
+    req = engine.add_request("0", PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert req.spec.proposed[0] == 1  # two tokens are left after the first: one draft and the bonus token
+    assert all(0 <= p <= 1 for p in req.spec.proposed)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 20},
+        {"temperature": 1.2, "top_p": 0.8},
+        {"temperature": 0.9, "top_k": 50, "top_p": 0.95},
+    ],
+)
+def test_sampling_gives_the_same_tokens_with_and_without_speculation(
+    toy_target: LoadedTarget, params: dict[str, float]
+) -> None:
+    sampling = SamplingParams(max_tokens=24, seed=11, ignore_eos=True, **params)  # type: ignore[arg-type]
+    engine = engine_with(toy_target, random_draft(toy_target), EngineConfig(max_prefill_tokens=5))
+    answers = plain_answers(toy_target, sampling)
+    sometimes_right(engine, answers)
+    reqs = [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(PROMPTS)]
+    while engine.has_work:
+        engine.step()
+    assert {r.request_id: r.output_token_ids for r in reqs} == answers
+    assert sum(sum(r.spec.correct) for r in reqs) > 0
+    other = plain_answers(toy_target, dataclasses.replace(sampling, seed=12))
+    assert other != answers
