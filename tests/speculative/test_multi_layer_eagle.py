@@ -117,6 +117,19 @@ def test_drafts_equal_a_fresh_prefill_after_every_accept_pattern(
     assert engine.kv.num_slots_used == 0
 
 
+def test_drafts_are_exact_after_preemption_and_resume(toy_target: LoadedTarget) -> None:
+    draft = random_draft(toy_target)
+    answers = plain_answers(toy_target, SAMPLING)
+    engine = engine_with(toy_target, draft, EngineConfig(kv_tokens=64, page_size=4, max_prefill_tokens=5))
+    sometimes_right(engine, answers)
+    reqs = [engine.add_request(str(i), prompt, SAMPLING) for i, prompt in enumerate(PROMPTS)]
+    assert isinstance(engine.worker, MultiLayerEagleWorker)
+    for req in rounds(engine):
+        assert engine.worker.states[req.request_id].drafts == reference_drafts(toy_target, draft, req.token_ids, 3)
+    assert sum(req.num_preemptions for req in reqs) > 0
+    assert {r.request_id: r.output_token_ids for r in reqs} == answers
+
+
 def test_stale_kv_differs_so_the_test_above_can_fail(toy_target: LoadedTarget) -> None:
     draft = random_draft(toy_target)
     engine = engine_with(toy_target, draft, EngineConfig(), exact_kv=False)

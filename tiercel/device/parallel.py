@@ -55,6 +55,17 @@ def draft_tp_context(group: TensorParallelGroup) -> Iterator[None]:
 
 
 @contextmanager
+def moe_backends(target: str, speculative: str | None) -> Iterator[None]:
+    """Choose the expert layers' backend for the target, and another for the drafts (None: the target's)."""
+    tokens = _moe_backend.set(target), _speculative_moe_backend.set(speculative)
+    try:
+        yield
+    finally:
+        _moe_backend.reset(tokens[0])
+        _speculative_moe_backend.reset(tokens[1])
+
+
+@contextmanager
 def speculative_moe_backend_context() -> Iterator[None]:
     """Run the drafts with the speculative MoE backend; without one of their own they keep the target's."""
     chosen = _speculative_moe_backend.get()

@@ -48,7 +48,7 @@ def open_gguf(path: Path) -> Checkpoint:
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in TENSOR_TYPES:
             raise UserError(
-                f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}; supported are {', '.join(TENSOR_TYPES)}"
+                f"{path}: tensor {tensor.name!r} is {tensor.tensor_type.name}; supported are {', '.join(TENSOR_TYPES)}"
             )
     return Checkpoint(
         path, description, lambda: _tensors(path, reader, description), lambda: tokenizer_from_gguf(str(path), fields)
@@ -129,7 +129,7 @@ def _published(path: Path, name: str) -> str:
         index, _, stem = stem.removeprefix("blk.").partition(".")
         layer = f"layers.{index}."
     if stem not in NAMES:
-        raise UserError(f"{path}: tensor {name} is unknown; the file needs a feature that is not supported")
+        raise UserError(f"{path}: tensor {name!r} is unknown; the file needs a feature that is not supported")
     return f"{layer}{NAMES[stem]}.{kind}"
 
 

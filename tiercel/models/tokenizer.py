@@ -4,12 +4,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from tiercel.core.errors import UserError
@@ -17,23 +18,29 @@ from tiercel.core.errors import UserError
 CONTROL, USER_DEFINED = 3, 4
 """GGUF token types: special tokens, and added tokens that are plain text."""
 
-_QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Word pattern of Llama 3 and Qwen 2, which differ only in how many digits stay together."""
 
 
 def _byte_level(use_regex: bool = True) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
+def _split(digits: str) -> pre_tokenizers.PreTokenizer:
+    words = pre_tokenizers.Split(Regex(_SPLIT % digits), behavior="isolated")
+    return pre_tokenizers.Sequence([words, _byte_level(use_regex=False)])
+
+
 PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()]),
     "gpt-2": _byte_level,
-    "qwen2": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated"), _byte_level(use_regex=False)]
-    ),
+    "qwen2": lambda: _split(r"\p{N}"),
+    "llama-bpe": lambda: _split(r"\p{N}{1,3}"),
 }
 """Word splitting by GGUF's ``tokenizer.ggml.pre``."""
+
+LLAMA3 = "llama-bpe"
+"""Takes whole words from the vocabulary before it merges, and begins raw text with BOS unless the file says no."""
 
 
 class Fields(Protocol):
@@ -53,10 +60,10 @@ class Tokenizer:
 
     Args:
         where: file or folder, for messages.
-        fast: the ``tokenizers`` object; it adds no special tokens by itself.
-        bos_token: put before raw text if ``add_bos``; templates get it too.
+        fast: the ``tokenizers`` object; its post-processor puts BOS before raw text.
+        bos_token: given to templates.
         eos_token: given to templates.
-        add_bos: raw text begins with ``bos_token``.
+        add_bos: raw text goes through the post-processor; a rendered chat never does.
         chat_template: Jinja source, or None.
     """
 
@@ -75,10 +82,14 @@ class Tokenizer:
         """Every token's text by ascending id."""
         return [token for token, _ in sorted(self.fast.get_vocab(with_added_tokens=True).items(), key=lambda x: x[1])]
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that ``decode`` leaves out."""
+        return frozenset(i for i, token in self.fast.get_added_tokens_decoder().items() if token.special)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with BOS in front where the model wants one."""
-        prefix = self.bos_token if self.add_bos and self.bos_token else ""
-        return list(self.fast.encode(prefix + text, add_special_tokens=False).ids)
+        return list(self.fast.encode(text, add_special_tokens=self.add_bos).ids)
 
     def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str:
         """Text of token ids; incomplete UTF-8 shows as U+FFFD."""
@@ -90,22 +101,29 @@ class Tokenizer:
         Raises:
             UserError: there is no chat template, or it refuses the messages.
         """
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,  # templates tell "none given" from "not known to the caller"
+                documents=None,
+                add_generation_prompt=True,
+                bos_token=self.bos_token or "",
+                eos_token=self.eos_token or "",
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # a template may add None to a text, for one
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"the chat template of {self.where} refuses these messages: {reason}") from error
+
+    @cached_property
+    def _template(self) -> Template:
         if self.chat_template is None:
             raise UserError(f"{self.where} has no chat template: give raw text instead of chat messages")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
-        try:
-            return environment.from_string(self.chat_template).render(
-                messages=messages,
-                add_generation_prompt=True,
-                bos_token=self.bos_token or "",
-                eos_token=self.eos_token or "",
-            )
-        except TemplateError as error:
-            raise UserError(f"the chat template of {self.where} refuses these messages: {error}") from error
+        return environment.from_string(self.chat_template)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of ``render_chat``; the template itself writes the special tokens."""
@@ -116,8 +134,18 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes HTML and every character beyond ASCII, which no model was trained on."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
 class StreamDecoder:
-    """Text of tokens as they come: never half a character, and all pieces together equal ``decode`` of all tokens."""
+    """Text of tokens as they come: never half a character, and all pieces together equal ``decode`` of all tokens.
+
+    A token costs the decoding of two or three; bytes that complete no character are held until one is complete.
+    Tokenizers that fall back to single bytes judge a whole run of them: there the pieces add up if the bytes are valid
+    UTF-8, while an invalid byte can no longer take back the characters shown before it.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -127,6 +155,8 @@ class StreamDecoder:
 
     def push(self, token_id: int) -> str:
         """Text that ``token_id`` completes; empty while a character is incomplete."""
+        if token_id in self._tokenizer.special_ids:
+            return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         if text.endswith("�"):
@@ -156,23 +186,45 @@ def tokenizer_from_gguf(where: str, fields: Fields) -> Tokenizer:
             f"{where}: tokenizer {model!r}/{pre!r} is not supported; supported are gpt2 with {', '.join(PRE_TOKENIZERS)}"
         )
     tokens: list[str] = fields.need("tokenizer.ggml.tokens")
-    types: list[int] = fields.need("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.need("tokenizer.ggml.merges")]
-    fast = FastTokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    fast = _byte_level_bpe(where, fields, tokens, ignore_merges=pre == LLAMA3)
     fast.pre_tokenizer = PRE_TOKENIZERS[pre]()
     fast.decoder = decoders.ByteLevel()
-    added = [
-        (token, kind == CONTROL) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)
-    ]
-    fast.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, special in added if special])
-    fast.add_tokens([AddedToken(t, special=False, normalized=False) for t, special in added if not special])
 
     def token(name: str) -> str | None:
         index = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if index is not None and not 0 <= index < len(tokens):
+            raise UserError(f"{where}: {name} token {index} is no token of a vocabulary of {len(tokens)}")
         return None if index is None else tokens[index]
 
-    add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", False))
-    return Tokenizer(where, fast, token("bos"), token("eos"), add_bos, fields.get("tokenizer.chat_template"))
+    bos = token("bos")
+    add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", pre == LLAMA3))
+    if add_bos:
+        _begin_with(fast, bos, where)
+    return Tokenizer(where, fast, bos, token("eos"), add_bos, fields.get("tokenizer.chat_template"))
+
+
+def _byte_level_bpe(where: str, fields: Fields, tokens: list[str], *, ignore_merges: bool) -> FastTokenizer:
+    types: list[int] = fields.need("tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.need("tokenizer.ggml.merges")]
+    if len(types) != len(tokens):
+        raise UserError(f"{where}: {len(tokens)} tokens but {len(types)} token types; get the file again")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    try:
+        fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
+    except Exception as error:  # `tokenizers` raises bare Exception for merges that do not fit the vocabulary
+        raise UserError(f"{where}: its tokenizer merges are damaged ({error}); get the file again") from error
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        added = [t for t, found in zip(tokens, types, strict=True) if found == kind]
+        fast.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
+    return fast
+
+
+def _begin_with(fast: FastTokenizer, bos_token: str | None, where: str) -> None:
+    """Have raw text begin with ``bos_token``."""
+    if bos_token is None:
+        raise UserError(f"{where}: its text must begin with a BOS token but names none")
+    special = [(bos_token, fast.token_to_id(bos_token))]
+    fast.post_processor = processors.TemplateProcessing(single=[bos_token, "$A"], special_tokens=special)
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
@@ -187,12 +239,17 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         config = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
         template_file = folder / "chat_template.jinja"
         template = template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
+        if isinstance(template, list):  # several named templates: the default one is meant
+            template = next((t["template"] for t in template if t["name"] == "default"), None)
+        bos, eos = (_token_text(config.get(f"{name}_token")) for name in ("bos", "eos"))
     except Exception as error:  # `tokenizers` raises bare Exception for a missing or broken file
         raise UserError(f"model folder {folder}: cannot read its tokenizer files ({error})") from error
-    if isinstance(template, list):  # several named templates: the default one is meant
-        template = next((t["template"] for t in template if t["name"] == "default"), None)
-    bos, eos = (_token_text(config.get(f"{name}_token")) for name in ("bos", "eos"))
-    return Tokenizer(str(folder), fast, bos, eos, bool(config.get("add_bos_token", False)), template)
+    fast.no_truncation()  # limits that were set for training must not cut a prompt
+    fast.no_padding()
+    add_bos = config.get("add_bos_token")
+    if add_bos and not fast.encode("").ids:  # asked for, but tokenizer.json itself does not do it
+        _begin_with(fast, bos, str(folder))
+    return Tokenizer(str(folder), fast, bos, eos, add_bos is not False, template)
 
 
 def _token_text(value: Any) -> str | None:

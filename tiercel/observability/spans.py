@@ -117,6 +117,7 @@ class SpanSink:
             "tiercel.step": record.step,
             "tiercel.batch_size": len(record.rounds),
         }
+        self._decode(request, to_epoch_ns(record.draft_start_ns))
         extend_start = request.marks.get("spec_draft_extend_start")
         self._stages(request, attributes, done.num_correct_drafts)
         if extend_start is not None:
