@@ -197,7 +197,9 @@ def _staging(folder: Path) -> Iterator[Path]:
 
 def _pull_from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    # HTTPError is that of the client which the installed hub version uses (httpx or httpx2); it exports no name for it.
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     path, repo = _place(name), name.removeprefix(HUB_PREFIX)
     with _locked(path.parent):
@@ -205,15 +207,16 @@ def _pull_from_hub(name: str) -> Path:
             return path
         with _staging(path.parent) as folder:
             staged = folder / "model"
+            staged.mkdir()
             try:
                 snapshot_download(repo, local_dir=staged, allow_patterns=list(HUB_PATTERNS))
-            except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            except (HTTPError, HFValidationError, OSError) as error:
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 raise UserError(
                     f"cannot pull {name} from the Hugging Face hub ({reason}): check name, network and token"
                 ) from error
             shutil.rmtree(staged / ".cache", ignore_errors=True)  # the hub client's own bookkeeping
-            if not staged.is_dir() or not any(staged.iterdir()):
+            if not any(staged.iterdir()):
                 raise UserError(f"{name} holds none of {', '.join(HUB_PATTERNS)}: it is no model that can be read")
             staged.rename(path)
     return path

@@ -111,8 +111,9 @@ class Tokenizer:
                 eos_token=self.eos_token or "",
             )
         except (TemplateError, TypeError, ValueError) as error:  # a template may add None to a text, for one
-            reason = str(error).partition("\n")[0]
-            raise UserError(f"the chat template of {self.where} refuses these messages: {reason}") from error
+            raise UserError(
+                f"the chat template of {self.where} refuses these messages: {_first_line(error)}"
+            ) from error
 
     @cached_property
     def _template(self) -> Template:
@@ -212,7 +213,9 @@ def _byte_level_bpe(where: str, fields: Fields, tokens: list[str], *, ignore_mer
     try:
         fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
     except Exception as error:  # `tokenizers` raises bare Exception for merges that do not fit the vocabulary
-        raise UserError(f"{where}: its tokenizer merges are damaged ({error}); get the file again") from error
+        raise UserError(
+            f"{where}: its tokenizer merges are damaged ({_first_line(error)}); get the file again"
+        ) from error
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [t for t, found in zip(tokens, types, strict=True) if found == kind]
         fast.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
@@ -243,13 +246,17 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             template = next((t["template"] for t in template if t["name"] == "default"), None)
         bos, eos = (_token_text(config.get(f"{name}_token")) for name in ("bos", "eos"))
     except Exception as error:  # `tokenizers` raises bare Exception for a missing or broken file
-        raise UserError(f"model folder {folder}: cannot read its tokenizer files ({error})") from error
+        raise UserError(f"model folder {folder}: cannot read its tokenizer files ({_first_line(error)})") from error
     fast.no_truncation()  # limits that were set for training must not cut a prompt
     fast.no_padding()
     add_bos = config.get("add_bos_token")
     if add_bos and not fast.encode("").ids:  # asked for, but tokenizer.json itself does not do it
         _begin_with(fast, bos, str(folder))
     return Tokenizer(str(folder), fast, bos, eos, add_bos is not False, template)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _token_text(value: Any) -> str | None:
