@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tiercel.models.description import ModelDescription
-from tiercel.models.layers import Attention, DecoderLayer, RMSNorm, RotaryTable
+from tiercel.models.layers import Attention, DecoderLayer, RMSNorm, Rotary
 
 
 class Decoder(nn.Module):
@@ -23,7 +23,7 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(description.hidden_size, description.vocab_size, bias=False)
         if description.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.rotary = RotaryTable(description)
+        self.rotary = Rotary(description)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Run every layer.
@@ -55,5 +55,4 @@ def empty_decoder(description: ModelDescription, dtype: torch.dtype, device: tor
     decoder = decoder.to(dtype).to_empty(device=device)
     if description.tie_word_embeddings:
         decoder.lm_head.weight = decoder.embed_tokens.weight
-    decoder.rotary = RotaryTable(description).to(device)
     return decoder.requires_grad_(False).eval()

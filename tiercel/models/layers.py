@@ -44,23 +44,20 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-class RotaryTable(nn.Module):
-    """Cosines and sines of every position (RoPE, Su et al. 2021), in float32 and in Hugging Face's half-split layout."""
+class Rotary:
+    """Cosines and sines of positions (RoPE, Su et al. 2021), in Hugging Face's half-split layout.
 
-    table: Tensor
+    Angles are formed in float64 for the rows at hand: no table, so the context length costs no memory.
+    """
 
     def __init__(self, description: ModelDescription) -> None:
-        super().__init__()
-        half = torch.arange(0, description.head_dim, 2, dtype=torch.float64) / description.head_dim
-        angles = torch.outer(
-            torch.arange(description.max_position, dtype=torch.float64), description.rope_theta**-half
-        ).repeat(1, 2)
-        self.register_buffer("table", torch.stack((angles.cos(), angles.sin())).float(), persistent=False)
+        self.head_dim, self.theta = description.head_dim, description.rope_theta
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of ``positions`` (int64 ``[rows]``), each float32 ``[rows, 1, head_dim]``."""
-        cos, sin = self.table[:, positions].unsqueeze(2)
-        return cos, sin
+        steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
+        angles = (positions.unsqueeze(-1) * self.theta**-steps).repeat(1, 2).unsqueeze(1)
+        return angles.cos().float(), angles.sin().float()
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tiercel.models.decoder import Decoder
 from tiercel.models.description import MtpDescription
-from tiercel.models.layers import Attention, DecoderLayer, RMSNorm, RotaryTable
+from tiercel.models.layers import Attention, DecoderLayer, RMSNorm, Rotary
 
 
 class MtpLayer(nn.Module):
@@ -55,7 +55,7 @@ class MtpDraft(nn.Module):
         super().__init__()
         self.description = description
         self.layers = nn.ModuleList(MtpLayer(description) for _ in range(description.num_layers))
-        self.rotary = RotaryTable(description.body)
+        self.rotary = Rotary(description.body)
         self.register_buffer("d2t", d2t, persistent=False)
         self.embedding: Tensor | None = None
         self.head: Tensor | None = None

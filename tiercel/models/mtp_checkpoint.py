@@ -20,7 +20,6 @@ from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.decoder import Decoder
 from tiercel.models.description import ModelDescription, MtpDescription
-from tiercel.models.layers import RotaryTable
 from tiercel.models.loading import fill, published_tensors
 from tiercel.models.mtp import MtpDraft
 
@@ -109,7 +108,7 @@ def load_draft(folder: Path, target: Checkpoint, decoder: Decoder) -> MtpDraft:
     with torch.device("meta"):
         draft = MtpDraft(description, d2t)
     draft = draft.to(weight.dtype).to_empty(device=weight.device)
-    draft.rotary, draft.d2t = RotaryTable(description.body).to(weight.device), d2t.to(weight.device)
+    draft.d2t = d2t.to(weight.device)
     fill(draft.layers, ((_ours(name), tensor) for name, tensor in tensors.items()), f"draft {folder}")
     draft.share(decoder)
     return draft.requires_grad_(False).eval()

@@ -98,6 +98,8 @@ class TracePipeline:
         """
         if self._thread is None:
             return True
+        if self.dropped:
+            logger.warning("trace pipeline: dropped %s for want of room", dict(self.dropped))
         self._closing = True
         self._wake.set()
         self._thread.join(timeout_s)

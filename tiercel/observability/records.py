@@ -21,6 +21,7 @@ class RequestRecord:
     """Everything about one finished request. Times are milliseconds, None where the phase was not reached.
 
     ``token_sources`` tells where each output token came from: -2 prefill, -1 bonus token, i >= 0 MTP layer i.
+    ``sampling`` holds the wishes in force, with the seed that was drawn where none was given.
     ``spec`` is ``SpecCounts.to_metrics(detailed=True)``.
     """
 
@@ -28,6 +29,7 @@ class RequestRecord:
     model: str
     method: str
     num_steps: int
+    sampling: dict[str, Any]
     arrival_unix_s: float
     prompt_tokens: int
     completion_tokens: int
@@ -56,6 +58,7 @@ def request_record(req: Request, stats: ReqTimeStats, model: str, method: str, n
         model=model,
         method=method,
         num_steps=num_steps,
+        sampling=asdict(req.sampling) | {"seed": req.seed},
         arrival_unix_s=to_epoch_ns(stats.created_ns) / 1e9,
         prompt_tokens=req.num_prompt_tokens,
         completion_tokens=len(req.output_token_ids),

@@ -158,6 +158,11 @@ def _root_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "tiercel",
         "gen_ai.request.model": record.model,
+        "gen_ai.request.max_tokens": record.sampling["max_tokens"],
+        "gen_ai.request.temperature": record.sampling["temperature"],
+        "gen_ai.request.top_p": record.sampling["top_p"],
+        "gen_ai.request.top_k": record.sampling["top_k"],
+        "gen_ai.request.seed": str(record.sampling["seed"]),  # may exceed OTLP's signed 64-bit integers
         "gen_ai.response.model": record.model,
         "gen_ai.response.id": record.request_id,
         "gen_ai.response.finish_reasons": [record.finish_reason],
