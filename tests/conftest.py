@@ -11,11 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tiercel.core.config import EngineConfig, SpecConfig
 from tiercel.engine.engine import LoadedTarget, load_target
-from tiercel.models.checkpoint import Checkpoint, open_checkpoint
+from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.description import MtpDescription
 from tiercel.models.hub import resolve_model
 from tiercel.models.mtp import MtpDraft
 from tiercel.models.mtp_checkpoint import save_draft
+from tiercel.models.opening import open_checkpoint
 from tiercel.observability.trace import set_global_trace_level
 
 TOY_EOS = 257

@@ -56,6 +56,29 @@ def test_a_violation_is_seen() -> None:
     assert violations("core/x.py", "def f():\n    from tiercel.device.placement import place") == {"device"}
 
 
+def modules_imported(source: str) -> set[str]:
+    """Paths of our own modules that a file imports, at its top or inside a function."""
+    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)]
+    names = {str(n.module) for n in nodes} | {f"{n.module}.{a.name}" for n in nodes for a in n.names}
+    return {name.removeprefix("tiercel.").replace(".", "/") + ".py" for name in names if name.startswith("tiercel.")}
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    graph = {path: modules_imported((ROOT / path).read_text()) & set(files()) for path in files()}
+    done: set[str] = set()
+
+    def visit(path: str, above: tuple[str, ...]) -> None:
+        assert path not in above, " -> ".join((*above, path))
+        if path not in done:
+            for other in graph[path]:
+                visit(other, (*above, path))
+            done.add(path)
+
+    for path in graph:
+        visit(path, ())
+    assert "kvcache/rows.py" in graph["speculative/target_runner.py"]
+
+
 def test_every_folder_is_a_room_that_says_what_it_is() -> None:
     folders = {p.parent.name for p in ROOT.glob("*/__init__.py")}
     assert folders == set(ROOMS)

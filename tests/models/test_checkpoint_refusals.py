@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.test_checkpoints import write_gguf
 from tiercel.core.errors import UserError
-from tiercel.models.checkpoint import open_checkpoint
 from tiercel.models.loading import load_decoder
+from tiercel.models.opening import open_checkpoint
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from tiercel.core.errors import UserError
-from tiercel.models.checkpoint import open_checkpoint
 from tiercel.models.loading import load_decoder
+from tiercel.models.opening import open_checkpoint
 
 CPU = torch.device("cpu")
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"]

@@ -10,9 +10,9 @@ from tiercel.kvcache.manager import KvCacheManager
 from tiercel.kvcache.rows import PagedAttention, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.attention import DenseAttention
-from tiercel.models.checkpoint import open_checkpoint
 from tiercel.models.decoder import Decoder
 from tiercel.models.loading import load_decoder
+from tiercel.models.opening import open_checkpoint
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-3

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tiercel.core.errors import UserError
-from tiercel.models.checkpoint import open_checkpoint
+from tiercel.models.opening import open_checkpoint
 from tiercel.models.tokenizer import StreamDecoder, Tokenizer, tokenizer_from_folder
 
 TEXTS = [

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from tiercel.core.errors import UserError
-from tiercel.models.checkpoint import open_checkpoint
+from tiercel.models.opening import open_checkpoint
 from tiercel.models.tokenizer import StreamDecoder, Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
 SPECIAL = ("<unk>", "<s>", "</s>")

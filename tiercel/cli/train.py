@@ -9,9 +9,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from tiercel.cli import options
 from tiercel.core.errors import UserError
-from tiercel.models.checkpoint import open_checkpoint
 from tiercel.models.hub import resolve_model
 from tiercel.models.loading import load_decoder
+from tiercel.models.opening import open_checkpoint
 from tiercel.train import trainer
 from tiercel.train.data import read_conversations
 

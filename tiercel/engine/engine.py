@@ -18,10 +18,11 @@ from tiercel.device.placement import Placement, place
 from tiercel.engine.outputs import StepOutput
 from tiercel.engine.scheduler import Scheduler
 from tiercel.kvcache.manager import KvCacheManager
-from tiercel.models.checkpoint import Checkpoint, open_checkpoint
+from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.decoder import Decoder
 from tiercel.models.hub import resolve_model
 from tiercel.models.loading import load_decoder
+from tiercel.models.opening import open_checkpoint
 from tiercel.observability.pipeline import open_pipeline
 from tiercel.observability.records import RequestRecord, request_record
 from tiercel.observability.req_time_stats import ReqTimeStats, set_time_batch

@@ -77,26 +77,3 @@ def check_description(description: ModelDescription, where: Path) -> ModelDescri
 def _require(holds: bool, where: Path, problem: str) -> None:
     if not holds:
         raise UserError(f"{where}: {problem}; correct it, or get the checkpoint again")
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a ``.gguf`` file, or a folder in Hugging Face layout (or holding one ``.gguf`` file).
-
-    Raises:
-        UserError: nothing there, an unknown layout, or a model we cannot run; says which.
-    """
-    from tiercel.models.gguf_checkpoint import open_gguf
-    from tiercel.models.hf_checkpoint import open_hf_folder
-
-    if path.is_file() and path.suffix == ".gguf":
-        return open_gguf(path)
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            return open_hf_folder(path)
-        inside = sorted(path.glob("*.gguf"))
-        if len(inside) == 1:
-            return open_gguf(inside[0])
-        raise UserError(
-            f"model folder {path} holds no config.json and {len(inside)} .gguf files: name one file, or another folder"
-        )
-    raise UserError(f"model {path} does not exist, or is neither a folder nor a .gguf file")

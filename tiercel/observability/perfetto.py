@@ -27,7 +27,7 @@ class PerfettoSink:
             raise UserError(f"cannot write the trace file {path}: {error.strerror}") from error
         self._tracks: dict[str, int] = {}
         self._num_tracks = 0
-        self._born: dict[str, int] = {}  # when the draft extend began that made a request's present drafts
+        self._born: dict[str, tuple[int, int]] = {}  # a request's last draft extend: its step, and when it began
         self._correct = self._proposed = 0
         name = {"name": "process_name", "ph": "M", "pid": PROCESS, "args": {"name": "tiercel"}}
         self._file.write("[\n" + json.dumps(name))
@@ -42,7 +42,7 @@ class PerfettoSink:
             args = {"start": extend.start, "end": extend.end, "step": record.step}
             track = self._track(extend.request_id)
             self._slice(track, "extend", record.verify_start_ns, record.draft_extend_end_ns, args)
-            self._born[extend.request_id] = record.draft_extend_start_ns
+            self._born[extend.request_id] = record.step, record.draft_extend_start_ns
         for done in record.rounds:
             self._round(done, record)
         self._counters(record)
@@ -56,6 +56,7 @@ class PerfettoSink:
         self._event("i", track, "finish", stats.completion_ns or stats.created_ns, {"s": "t", "args": end})
         self._born.pop(record.request_id, None)
         del self._tracks[record.request_id]  # an id may come again: it gets a new track
+        self._file.flush()
 
     def close(self) -> None:
         self._file.write("\n]\n")
@@ -80,9 +81,10 @@ class PerfettoSink:
             args,
         )
         self._stages(track, record, True)
-        if done.born_step is not None:
-            self._arrow(done.request_id, done.born_step, track, record.verify_start_ns)
-        self._born[done.request_id] = record.draft_extend_start_ns
+        born_step, born_ns = self._born.get(done.request_id, (None, 0))
+        if born_step is not None and born_step == done.born_step:  # else the queue was full when that step came
+            self._arrow(born_step, born_ns, track, record.verify_start_ns)
+        self._born[done.request_id] = record.step, record.draft_extend_start_ns
         self._correct += done.num_correct_drafts
         self._proposed += len(done.draft_token_ids)
 
@@ -109,9 +111,9 @@ class PerfettoSink:
         for name, args in values.items():
             self._event("C", ENGINE_TRACK, name, record.end_ns, {"args": args})
 
-    def _arrow(self, request_id: str, born_step: int, track: int, end_ns: int) -> None:
+    def _arrow(self, born_step: int, start_ns: int, track: int, end_ns: int) -> None:
         flow: dict[str, Any] = {"cat": "draft", "id": f"{track}/{born_step}"}
-        self._event("s", track, "drafts", self._born[request_id], flow)
+        self._event("s", track, "drafts", start_ns, flow)
         self._event("f", track, "drafts", end_ns, {**flow, "bp": "e"})
 
     def _track(self, request_id: str) -> int:

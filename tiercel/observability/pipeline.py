@@ -2,12 +2,25 @@
 
 The engine thread only appends plain objects. When the queue is full an item is dropped and counted by kind; the end of a
 request is never dropped. A sink that fails is counted and logged once, and the others go on.
+
+What the engine calls, in a request's order::
+
+    pipeline = open_pipeline(config, model)
+    stats = pipeline.new_time_stats(request_id, traceparent)  # at arrival
+    stats.set_wait_queue_entry_time()
+    set_time_batch(reqs, "set_forward_entry_time")            # before an extend step; the first call counts
+    pipeline.on_step(record)                                  # after each step, before the ends it brings
+    stats.set_retract_time()                                  # on preemption
+    stats.set_completion_time()
+    pipeline.on_request(request_record(...), stats)           # exactly once
+    pipeline.close()
 """
 
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from opentelemetry.sdk.trace.export import SpanExporter
@@ -85,10 +98,8 @@ class TracePipeline:
         self._put(record, "step")
 
     def on_request(self, record: RequestRecord, stats: ReqTimeStats) -> None:
-        """Take the end of a request."""
-        if self._thread:
-            self._items.append((record, stats))
-            self._wake.set()
+        """Take the end of a request, however full the queue is."""
+        self._put((record, stats), "request", always=True)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Flush and close every sink, waiting at most ``timeout_s``.
@@ -108,10 +119,10 @@ class TracePipeline:
             return False
         return True
 
-    def _put(self, item: Item, kind: str) -> None:
+    def _put(self, item: Item, kind: str, *, always: bool = False) -> None:
         if self._thread is None:
             return
-        if len(self._items) >= self._capacity:
+        if self._closing or (len(self._items) >= self._capacity and not always):
             self.dropped[kind] += 1
             return
         self._items.append(item)
@@ -139,9 +150,9 @@ class TracePipeline:
             for sink in self._sinks:
                 self._guarded(sink, "request", sink.on_request, *item)
 
-    def _guarded(self, sink: Sink, kind: str, call: object, *args: object) -> None:
+    def _guarded(self, sink: Sink, kind: str, call: Callable[..., None], *args: object) -> None:
         try:
-            call(*args)  # type: ignore[operator]
+            call(*args)
         except Exception:
             key = f"{type(sink).__name__}.{kind}"
             self.failed[key] += 1
@@ -150,7 +161,7 @@ class TracePipeline:
 
 
 def open_pipeline(config: TraceConfig, model: str, exporters: Sequence[SpanExporter] = ()) -> TracePipeline:
-    """The pipeline that ``config`` asks for; it also sets the process's trace level.
+    """The pipeline that ``config`` asks for. With tracing on it sets the process's trace level.
 
     Args:
         config: what is recorded, and where it goes.
@@ -158,13 +169,19 @@ def open_pipeline(config: TraceConfig, model: str, exporters: Sequence[SpanExpor
         exporters: further span exporters.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: a file cannot be written, or an endpoint cannot be used.
     """
     sinks: list[Sink] = []
-    if config.records_out:
-        sinks.append(RecordsSink(config.records_out))
-    if config.trace_out:
-        sinks.append(PerfettoSink(config.trace_out))
-    mark_sinks = [SpanSink(make_provider(config, exporters), model)] if config.enable_trace else []
-    set_global_trace_level(config.trace_level if config.enable_trace else 0)
+    mark_sinks: list[MarkSink] = []
+    with ExitStack() as opened:
+        if config.records_out:
+            sinks.append(RecordsSink(config.records_out))
+            opened.callback(sinks[-1].close)
+        if config.trace_out:
+            sinks.append(PerfettoSink(config.trace_out))
+            opened.callback(sinks[-1].close)
+        if config.enable_trace:
+            mark_sinks.append(SpanSink(make_provider(config, exporters), model))
+            set_global_trace_level(config.trace_level)
+        opened.pop_all()  # all are open: from here on the pipeline closes them
     return TracePipeline(sinks, mark_sinks)

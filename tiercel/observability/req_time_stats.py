@@ -113,16 +113,20 @@ def set_time_batch(
         reqs: requests with ``time_stats``.
         method_name: setter of ``ReqTimeStats``.
         trace_only: do nothing when tracing is off.
-        attrs: attributes of the mark (stages only).
+        attrs: the setter's further arguments (``num_correct_drafts`` of the end of verification).
         ts_ns: the moment, where the caller has read the clock already.
 
     Raises:
         AttributeError: no such setter; also when tracing is off, so that a typo cannot hide.
+        TypeError: ``attrs`` are not the setter's.
     """
     if method_name not in STAGE_METHODS and method_name not in MILESTONE_METHODS:
         raise AttributeError(f"ReqTimeStats has no setter {method_name!r}")
     if trace_only and not get_global_tracing_enabled():
         return
+    expected = {"num_correct_drafts"} if method_name == "set_spec_verify_end_time" else set()
+    if set(attrs or ()) != expected:
+        raise TypeError(f"{method_name} takes {expected or 'no attributes'}, not {attrs}")
     stats = tuple(req.time_stats for req in reqs)
     if not stats:
         return

@@ -39,6 +39,10 @@ class _OpenRequest:
     marks: dict[str, int] = field(default_factory=dict)
     num_correct_drafts: int | None = None
 
+    def forget_before(self, ts_ns: int) -> None:
+        """Drop marks of an earlier round whose step record found the queue full: they must not end this round's stages."""
+        self.marks = {name: mark for name, mark in self.marks.items() if mark >= ts_ns}
+
 
 class SpanSink:
     """Builds the span tree; ``provider`` exports it.
@@ -69,6 +73,7 @@ class SpanSink:
         for done in record.rounds:
             request = self._open.get(done.request_id)
             if request is not None:
+                request.forget_before(record.draft_start_ns)
                 self._round(request, done, record)
 
     def on_request(self, record: RequestRecord, stats: ReqTimeStats) -> None:
@@ -129,7 +134,7 @@ class SpanSink:
     def _stages(self, request: _OpenRequest, attributes: dict[str, Any], num_correct_drafts: int | None) -> None:
         for stage in ("spec_draft", "spec_verify", "spec_draft_extend"):
             start, end = request.marks.pop(f"{stage}_start", None), request.marks.pop(f"{stage}_end", None)
-            if start is None or end is None:
+            if start is None or end is None or end < start:  # not reached, or a mark found the queue full
                 continue
             own = dict(attributes)
             if stage == "spec_verify" and num_correct_drafts is not None:

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +11,26 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.environment_variables import (
+    OTEL_BSP_MAX_QUEUE_SIZE,
+    OTEL_EXPORTER_OTLP_ENDPOINT,
+    OTEL_EXPORTER_OTLP_PROTOCOL,
+    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
+)
 from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from tiercel.core.config import TraceConfig
 from tiercel.core.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+SPAN_QUEUE_SIZE = 16384
+"""Spans that may wait for a collector. The SDK's 2048 are fewer than a second of full detail at batch 16."""
+SPANS_PER_LINE = 512
+"""Spans of one line of the OTLP file at most."""
 
 _level = 0
 
@@ -50,33 +66,119 @@ def to_epoch_ns(perf_ns: int) -> int:
 
 
 def make_provider(config: TraceConfig, extra: Sequence[SpanExporter] = ()) -> TracerProvider:
-    """A tracer provider with the exporters that ``config`` asks for, each behind the SDK's batching thread.
+    """A tracer provider with the exporters that ``config`` asks for.
 
-    ``OTEL_*`` variables are honoured by the SDK (resource, sampler, limits, exporter headers and time-outs).
+    ``OTEL_*`` variables are honoured by the SDK (resource, sampler, limits, queue, exporter headers and time-outs), and so are
+    ``OTEL_EXPORTER_OTLP_[TRACES_]ENDPOINT`` and ``…PROTOCOL`` where ``config`` names no endpoint.
 
     Raises:
-        UserError: the OTLP file cannot be written.
+        UserError: the OTLP file cannot be written, or the endpoint or protocol cannot be used.
     """
     resource = Resource({SERVICE_NAME: "tiercel"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    exporters = list(extra)
-    if config.otlp_endpoint:
-        exporters.append(_otlp_exporter(config.otlp_endpoint, config.otlp_protocol))
+    network = _otlp_exporter(config)
     if config.otlp_file:
-        exporters.append(OtlpJsonFileExporter(config.otlp_file))
-    for exporter in exporters:
-        provider.add_span_processor(BatchSpanProcessor(exporter))
+        # First, because processors are shut down in this order: a dead collector must not keep spans from the file.
+        provider.add_span_processor(DirectProcessor(OtlpJsonFileExporter(config.otlp_file)))
+    for exporter in [*extra, network] if network else extra:
+        provider.add_span_processor(CountingBatchProcessor(exporter))
+    if not (config.otlp_file or network or extra):
+        logger.warning(
+            "tracing is on, but its spans go nowhere: give --otlp-traces-endpoint, --otlp-file or %s",
+            OTEL_EXPORTER_OTLP_ENDPOINT,
+        )
     return provider
 
 
-def _otlp_exporter(endpoint: str, protocol: str) -> SpanExporter:
+def _otlp_exporter(config: TraceConfig) -> SpanExporter | None:
+    endpoint, protocol = config.otlp_endpoint, config.otlp_protocol
+    if endpoint is None:
+        # The exporters read the variables themselves: the general address is a base, the traces' own is whole.
+        if not (os.environ.get(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) or os.environ.get(OTEL_EXPORTER_OTLP_ENDPOINT)):
+            return None
+        general = os.environ.get(OTEL_EXPORTER_OTLP_PROTOCOL) or protocol
+        protocol = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) or general
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-        return GrpcExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
+        # An address without a scheme is a collector next door, as everywhere in this protocol's tools: no TLS.
+        insecure = None if endpoint is None else not endpoint.startswith("https://")
+        return GrpcExporter(endpoint=endpoint, insecure=insecure)
+    if protocol != "http/protobuf":
+        raise UserError(f"{OTEL_EXPORTER_OTLP_PROTOCOL}={protocol!r} is unknown: choose grpc or http/protobuf")
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise UserError(f"the OTLP endpoint {endpoint!r} is no http address: give http://HOST:4318/v1/traces")
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
     return HttpExporter(endpoint=endpoint)
+
+
+class DirectProcessor(SpanProcessor):
+    """Hands spans to an exporter on the thread that ends them, so that none can be lost between the two.
+
+    A line is written when a request is complete, or before it holds more than ``SPANS_PER_LINE`` spans.
+    """
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._spans: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if not span.context.trace_flags.sampled:
+            return
+        self._spans.append(span)
+        is_root = span.parent is None or span.parent.is_remote
+        if is_root or len(self._spans) >= SPANS_PER_LINE:
+            self.force_flush()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        spans, self._spans = self._spans, []
+        if spans:
+            self._exporter.export(spans)
+        return True
+
+    def shutdown(self) -> None:
+        self.force_flush()
+        self._exporter.shutdown()
+
+
+class CountingBatchProcessor(BatchSpanProcessor):
+    """The SDK's batching thread for exporters that may block. It drops spans when its queue is full; here they are counted."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._counting = _CountingExporter(exporter)
+        self._num_ended = 0
+        size = None if OTEL_BSP_MAX_QUEUE_SIZE in os.environ else SPAN_QUEUE_SIZE
+        super().__init__(self._counting, max_queue_size=size)
+
+    @property
+    def undelivered(self) -> int:
+        """Spans that no export has delivered: dropped, refused, or still waiting."""
+        return self._num_ended - self._counting.num_delivered
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self._num_ended += span.context.trace_flags.sampled
+        super().on_end(span)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.undelivered:
+            logger.warning("tracing: %d of %d spans were not delivered", self.undelivered, self._num_ended)
+
+
+class _CountingExporter(SpanExporter):
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self.num_delivered = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            self.num_delivered += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
 
 
 class OtlpJsonFileExporter(SpanExporter):
@@ -90,7 +192,8 @@ class OtlpJsonFileExporter(SpanExporter):
             raise UserError(f"cannot write the OTLP file {path}: {error.strerror}") from error
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._file.write(json.dumps(_hex_ids(MessageToDict(encode_spans(spans)))) + "\n")
+        message = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
+        self._file.write(json.dumps(_hex_ids(message)) + "\n")
         self._file.flush()
         return SpanExportResult.SUCCESS
 
@@ -99,7 +202,7 @@ class OtlpJsonFileExporter(SpanExporter):
 
 
 def _hex_ids(value: Any) -> Any:
-    # protobuf's JSON writes bytes in base64; OTLP-JSON wants trace and span ids in hex.
+    # protobuf's JSON writes bytes in base64; OTLP-JSON wants trace and span ids in hex (and enums as numbers).
     if isinstance(value, list):
         return [_hex_ids(v) for v in value]
     if isinstance(value, dict):
