@@ -161,7 +161,7 @@ class CountingBatchProcessor(BatchSpanProcessor):
         super().on_end(span)
 
     def shutdown(self) -> None:
-        super().shutdown()
+        super().shutdown()  # type: ignore[no-untyped-call]  # so the SDK has it
         if self.undelivered:
             logger.warning("tracing: %d of %d spans were not delivered", self.undelivered, self._num_ended)
 
@@ -182,19 +182,29 @@ class _CountingExporter(SpanExporter):
 
 
 class OtlpJsonFileExporter(SpanExporter):
-    """Writes OTLP-JSON lines: one ``ExportTraceServiceRequest`` a line (OpenTelemetry file exporter format, ids in hex)."""
+    """Writes OTLP-JSON lines: one ``ExportTraceServiceRequest`` a line (OpenTelemetry file exporter format, ids in hex).
+
+    A write that fails is reported, and ends the file: what came before it stays readable.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            self._file = path.open("wb", buffering=0)
         except OSError as error:
             raise UserError(f"cannot write the OTLP file {path}: {error.strerror}") from error
+        self._path, self._has_failed = path, False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._has_failed:
+            return SpanExportResult.FAILURE
         message = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
-        self._file.write(json.dumps(_hex_ids(message)) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(_hex_ids(message)).encode() + b"\n")
+        except OSError as error:
+            self._has_failed = True
+            logger.error("cannot write the OTLP file %s any further: %s", self._path, error.strerror)
+            return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
