@@ -56,3 +56,17 @@ def test_correct_drafts_travel_with_the_mark() -> None:
 def test_an_empty_batch_marks_nothing() -> None:
     set_global_trace_level(3)
     set_time_batch([], "set_spec_draft_start_time")
+
+
+def test_attributes_that_the_setter_does_not_take_are_loud() -> None:
+    set_global_trace_level(3)
+    batch, marks = reqs(2)
+    set_time_batch(batch, "set_spec_verify_end_time", attrs={"num_correct_drafts": 1})
+    assert [m.attrs for m in marks] == [{"num_correct_drafts": 1}]
+    for method, attrs in (
+        ("set_spec_verify_end_time", None),
+        ("set_spec_verify_end_time", {"correct": 1}),
+        ("set_forward_entry_time", {"num_correct_drafts": 1}),
+    ):
+        with pytest.raises(TypeError, match=method):
+            set_time_batch(batch, method, attrs=attrs)

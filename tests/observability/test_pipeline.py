@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.scripted import scripted_engine
 from tiercel.core.batch import ForwardMode, StepRecord
@@ -14,8 +15,9 @@ from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import LoadedTarget
 from tiercel.observability.perfetto import PerfettoSink
-from tiercel.observability.pipeline import TracePipeline
+from tiercel.observability.pipeline import TracePipeline, open_pipeline
 from tiercel.observability.records import RecordsSink, read_requests, read_rounds
+from tiercel.observability.trace import get_global_trace_level
 
 
 class Listening:
@@ -83,6 +85,37 @@ def test_a_stuck_sink_does_not_hold_up_the_end() -> None:
     assert pipeline.close(timeout_s=0.2) is False
     assert time.monotonic() - start < 1
     gate.set()
+
+
+def test_what_comes_after_the_end_is_counted() -> None:
+    pipeline = TracePipeline([Listening()])
+    assert pipeline.close()
+    pipeline.on_step(step(0))
+    pipeline.on_request("late", None)  # type: ignore[arg-type]
+    assert pipeline.dropped == {"step": 1, "request": 1}
+    assert pipeline.close()
+
+
+def test_an_untraced_pipeline_leaves_the_level_of_a_traced_one_alone() -> None:
+    traced = open_pipeline(TraceConfig(enable_trace=True, trace_level=2), "made-up", [InMemorySpanExporter()])
+    untraced = open_pipeline(TraceConfig(), "made-up")
+    assert get_global_trace_level() == 2
+    assert traced.close()
+    assert untraced.close()
+
+
+def test_a_pipeline_that_cannot_open_leaves_no_file_open(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = TraceConfig(
+        enable_trace=True,
+        otlp_file=tmp_path / "file" / "spans.jsonl",
+        records_out=tmp_path / "records",
+        trace_out=tmp_path / "trace.json",
+    )
+    with pytest.raises(UserError, match="OTLP file"):  # a file left open would warn, and warnings fail tests
+        open_pipeline(config, "made-up")
+    assert get_global_trace_level() == 0
+    assert json.loads((tmp_path / "trace.json").read_text())
 
 
 def test_without_sinks_there_is_no_thread() -> None:
