@@ -8,7 +8,6 @@ from tiercel.core.errors import UserError
 DTYPES = ("auto", "float32", "bfloat16")
 SPEC_METHODS = ("none", "multi-layer-eagle")
 TRACE_LEVELS = (0, 1, 2, 3)
-OTLP_PROTOCOLS = ("grpc", "http/protobuf")
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -92,8 +91,7 @@ class TraceConfig:
         trace_level: 0 off, 1 important stages, 2 draft and verify, 3 draft extend and single MTP layers.
         otlp_endpoint: collector address; None takes OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, and
             without them exports no span over the network.
-        otlp_protocol: ``grpc`` or ``http/protobuf``; None takes OTEL_EXPORTER_OTLP_TRACES_PROTOCOL or
-            OTEL_EXPORTER_OTLP_PROTOCOL, else ``grpc``.
+        otlp_protocol: ``grpc`` or ``http/protobuf``; an endpoint from the environment has its protocol from there too.
         otlp_file: OTLP-JSON lines of every finished span.
         trace_out: Chrome/Perfetto JSON file, one track per request plus the engine's.
         records_out: folder for ``requests.jsonl`` and ``rounds.jsonl``.
@@ -105,15 +103,14 @@ class TraceConfig:
     enable_trace: bool = False
     trace_level: int = 3
     otlp_endpoint: str | None = None
-    otlp_protocol: str | None = None
+    otlp_protocol: str = "grpc"
     otlp_file: Path | None = None
     trace_out: Path | None = None
     records_out: Path | None = None
 
     def __post_init__(self) -> None:
         one_of("trace_level", self.trace_level, TRACE_LEVELS)
-        if self.otlp_protocol is not None:
-            one_of("otlp_protocol", self.otlp_protocol, OTLP_PROTOCOLS)
+        one_of("otlp_protocol", self.otlp_protocol, ("grpc", "http/protobuf"))
         if (self.otlp_endpoint or self.otlp_file) and not self.enable_trace:
             raise UserError("an OTLP endpoint or file is set but tracing is off: add --enable-trace")
 
