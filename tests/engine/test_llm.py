@@ -51,6 +51,28 @@ def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
     assert len(llm.generate("three", GREEDY)[0].token_ids) == 12
 
 
+def test_two_streams_at_once_are_refused(llm: LLM) -> None:
+    first = llm.stream("one", GREEDY)
+    next(first)
+    with pytest.raises(UserError, match="still running"):
+        llm.generate("two", GREEDY)
+    assert sum(e.token_id is not None for e in first) == 11  # the first goes on unharmed
+    assert len(llm.generate("two", GREEDY)[0].token_ids) == 12
+
+
+def test_a_single_token_list_or_chat_must_be_wrapped(llm: LLM) -> None:
+    for bare in ([1, 2, 3], [{"role": "user", "content": "hi"}]):
+        with pytest.raises(UserError, match="list of its own"):
+            llm.generate(bare, GREEDY)  # type: ignore[arg-type]
+        assert len(llm.generate([bare], GREEDY)[0].token_ids) == 12  # type: ignore[list-item]
+
+
+def test_request_ids_must_match_the_prompts(llm: LLM) -> None:
+    for ids in (["a"], ["a", "a"]):
+        with pytest.raises(UserError, match="request ids"):
+            llm.generate(["one", "two"], GREEDY, request_ids=ids)
+
+
 def test_one_bad_prompt_starts_nothing(llm: LLM) -> None:
     with pytest.raises(UserError, match="600 tokens"):
         llm.generate([[1, 2], [3] * 600], GREEDY)

@@ -92,12 +92,11 @@ class LLM:
         Raises:
             UserError: a prompt cannot run; nothing was started then.
         """
-        done = {
-            e.request_id: e.output
-            for e in self.stream(prompts, sampling, chat=chat, request_ids=request_ids)
-            if e.output
-        }
-        return sorted(done.values(), key=lambda output: self._order[output.request_id])
+        count = 1 if isinstance(prompts, str) else len(prompts)
+        ids = self._request_ids(request_ids, count)
+        events = self.stream(prompts, sampling, chat=chat, request_ids=ids)
+        done = {event.request_id: event.output for event in events if event.output}
+        return [done[request_id] for request_id in ids]
 
     def stream(
         self,
@@ -112,10 +111,14 @@ class LLM:
         Leaving the iterator early aborts what still runs.
         """
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        if listed and isinstance(listed[0], int | dict):
+            raise UserError(
+                "prompts must be a list of prompts: put a single token id list or chat into a list of its own"
+            )
         wishes = _one_each(sampling or SamplingParams(), len(listed))
-        ids = list(request_ids or (f"req-{self._count + i}" for i in range(len(listed))))
-        self._count += len(listed)
-        self._order = {request_id: i for i, request_id in enumerate(ids)}
+        ids = self._request_ids(request_ids, len(listed))
+        if self.engine.has_work:
+            raise UserError("another generate or stream call of this LLM is still running: finish or close it first")
         encoded = [self.encode(prompt, chat=chat) for prompt in listed]
         added: list[str] = []
         try:
@@ -131,6 +134,14 @@ class LLM:
         finally:
             for request_id in added:
                 self.engine.abort(request_id)
+
+    def _request_ids(self, wanted: Sequence[str] | None, count: int) -> list[str]:
+        if wanted is None:
+            self._count += count
+            return [f"req-{n}" for n in range(self._count - count, self._count)]
+        if len(wanted) != count or len(set(wanted)) != count:
+            raise UserError(f"{len(wanted)} request ids for {count} prompts: give one for each, all different")
+        return list(wanted)
 
 
 def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
