@@ -111,7 +111,8 @@ class LLM:
         Leaving the iterator early aborts what still runs.
         """
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
-        if listed and isinstance(listed[0], int | dict):
+        bare: Sequence[object] = listed
+        if bare and isinstance(bare[0], int | dict):
             raise UserError(
                 "prompts must be a list of prompts: put a single token id list or chat into a list of its own"
             )
