@@ -111,8 +111,7 @@ class LLM:
         Leaving the iterator early aborts what still runs.
         """
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
-        bare: Sequence[object] = listed
-        if bare and isinstance(bare[0], int | dict):
+        if _is_one_prompt(listed):
             raise UserError(
                 "prompts must be a list of prompts: put a single token id list or chat into a list of its own"
             )
@@ -143,6 +142,10 @@ class LLM:
         if len(wanted) != count or len(set(wanted)) != count:
             raise UserError(f"{len(wanted)} request ids for {count} prompts: give one for each, all different")
         return list(wanted)
+
+
+def _is_one_prompt(prompts: Sequence[object]) -> bool:
+    return bool(prompts) and isinstance(prompts[0], int | dict)
 
 
 def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
