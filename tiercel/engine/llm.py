@@ -117,7 +117,7 @@ class LLM:
             )
         wishes = _one_each(sampling or SamplingParams(), len(listed))
         ids = self._request_ids(request_ids, len(listed))
-        if self.engine.has_work:
+        if self.engine.requests:
             raise UserError("another generate or stream call of this LLM is still running: finish or close it first")
         encoded = [self.encode(prompt, chat=chat) for prompt in listed]
         added: list[str] = []
