@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -96,6 +98,12 @@ def _print_stream(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, 
         raise UserError(failed)
 
 
-def _in_order(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, chat: bool) -> "list[RequestOutput]":
-    ids = [row.request_id for row in rows]
-    return llm.generate([row.text for row in rows], sampling, chat=chat, request_ids=ids)
+def _in_order(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, chat: bool) -> Iterator[RequestOutput]:
+    """Results in the prompts' order, each as soon as those before it are done."""
+    ids = deque(row.request_id for row in rows)
+    done: dict[str, RequestOutput] = {}
+    for event in llm.stream([row.text for row in rows], sampling, chat=chat, request_ids=list(ids)):
+        if event.output:
+            done[event.request_id] = event.output
+            while ids and ids[0] in done:
+                yield done.pop(ids.popleft())
