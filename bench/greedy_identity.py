@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import torch
 import typer
@@ -24,6 +24,14 @@ from tiercel.engine.outputs import RequestOutput
 from tiercel.models.attention import DenseAttention
 
 TIE = 1e-4
+
+
+class Difference(TypedDict):
+    """Where an answer first differs: answer token ``at`` (0-based), and the target's top-2 logit gap there."""
+
+    request_id: str
+    at: int
+    gap: float
 
 
 def main(
@@ -77,7 +85,7 @@ prompt_ids: dict[str, list[int]] = {}
 
 
 @torch.inference_mode()
-def difference(target: LoadedTarget, plain: RequestOutput, ours: RequestOutput) -> dict[str, object] | None:
+def difference(target: LoadedTarget, plain: RequestOutput, ours: RequestOutput) -> Difference | None:
     """The first differing token and the target's top-2 gap there; None if the answers are equal."""
     if plain.token_ids == ours.token_ids and plain.finish_reason == ours.finish_reason:
         return None
@@ -86,7 +94,7 @@ def difference(target: LoadedTarget, plain: RequestOutput, ours: RequestOutput) 
     ids = torch.tensor(prompt_ids[plain.request_id] + plain.token_ids[:at])
     hidden = target.decoder(ids, torch.arange(len(ids)), DenseAttention(1))
     best = target.decoder.logits(hidden[-1:])[0].topk(2).values
-    return {"request_id": plain.request_id, "at": at, "gap": float(best[0] - best[1])}
+    return Difference(request_id=plain.request_id, at=at, gap=float(best[0] - best[1]))
 
 
 if __name__ == "__main__":

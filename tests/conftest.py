@@ -26,8 +26,14 @@ CHAT_TEMPLATE = (
 )
 
 
+TORCH_THREADS = 2
+
+
 @pytest.fixture(autouse=True)
-def _tracing_off() -> Iterator[None]:
+def _same_start() -> Iterator[None]:
+    """Every test begins with the same threads and the same generator, and leaves tracing off."""
+    torch.set_num_threads(TORCH_THREADS)
+    torch.manual_seed(0)
     yield
     set_global_trace_level(0)
 
