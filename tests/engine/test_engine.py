@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tiercel.core.errors import UserError
 from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL, FinishReason, Request
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import Engine, LoadedTarget
+from tiercel.observability.records import read_requests
 
 PROMPT = [7, 30, 99, 12, 200, 45, 8, 61]
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -192,17 +194,43 @@ def test_prompts_that_cannot_run(toy_target: LoadedTarget, prompt: list[int], na
         engine.add_request("a", PROMPT, LONG)
 
 
-def test_a_fault_of_ours_is_loud_and_closes_every_request(toy_target: LoadedTarget) -> None:
-    def broken(req: Request, depth: int) -> list[int]:
+@pytest.mark.parametrize("where", ["schedule", "forward", "update"])
+def test_a_fault_of_ours_is_loud_and_closes_every_request(toy_target: LoadedTarget, where: str) -> None:
+    def broken(*_: object) -> list[int]:
         raise ZeroDivisionError
 
-    engine = scripted_engine(toy_target, broken, 3)
-    req = engine.add_request("a", PROMPT, LONG)
+    engine = scripted_engine(toy_target, broken if where == "forward" else lambda r, d: [1] * d, 3)
+    reqs = [engine.add_request(name, PROMPT, LONG) for name in ("a", "b")]
     engine.step()
+    if where != "forward":
+        setattr(engine.scheduler, where, broken)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    assert req.finish_reason is FinishReason.ERROR
+    assert [req.finish_reason for req in reqs] == [FinishReason.ERROR] * 2
+    assert all("ZeroDivisionError" in str(req.error) for req in reqs)
     assert engine.requests == {}
+    assert engine.kv.num_slots_used == 0
+
+
+def test_an_interrupt_aborts_the_requests_and_the_engine_goes_on(toy_target: LoadedTarget, tmp_path: Path) -> None:
+    answer = plain(toy_target)
+
+    def interrupted(req: Request, depth: int) -> list[int]:
+        if req.request_id == "first":
+            raise KeyboardInterrupt
+        return answer[len(req.output_token_ids) :][:depth]
+
+    engine = scripted_engine(toy_target, interrupted, 3, trace=TraceConfig(records_out=tmp_path))
+    first = engine.add_request("first", PROMPT, LONG)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    assert first.finish_reason is FinishReason.ABORT
+    assert engine.kv.num_slots_used == 0
+    engine.add_request("second", PROMPT, LONG)
+    assert run(engine) == {"second": answer}
+    engine.close()
+    ends = {record.request_id: record.finish_reason for record in read_requests(tmp_path / "requests.jsonl")}
+    assert ends == {"first": "abort", "second": "length"}
 
 
 def test_nan_logits_end_one_request_and_spare_the_others(toy_target: LoadedTarget) -> None:

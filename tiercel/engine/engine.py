@@ -146,9 +146,28 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Play one step: prefill chunks, or one round.
 
+        Whatever goes wrong inside is raised as it is, after every request has been ended: half a step cannot be resumed. A
+        fault also closes the trace; an interrupt (Ctrl-C) aborts the requests, and the engine can go on with others.
+
         Returns:
             New tokens by request; requests that ended carry their record.
         """
+        try:
+            return self._step()
+        except Exception as error:
+            self._end_all(FinishReason.ERROR, f"the engine failed: {error!r}")
+            self.pipeline.close()
+            raise
+        except BaseException:
+            self._end_all(FinishReason.ABORT, None)
+            raise
+
+    def close(self) -> None:
+        """End what still runs as aborted, then flush traces and records."""
+        self._end_all(FinishReason.ABORT, None)
+        self.pipeline.close()
+
+    def _step(self) -> list[StepOutput]:
         start = perf_counter_ns()
         batch = self.scheduler.schedule()
         outputs = [StepOutput(r, [], [], self._finish(r)) for r in list(self.scheduler.admitted) if r.is_finished]
@@ -156,18 +175,7 @@ class Engine:
             return outputs
         if batch.mode is ForwardMode.EXTEND:
             set_time_batch(batch.reqs, "set_forward_entry_time")
-        try:
-            result = self.worker.forward_batch_generation(batch)
-        except BaseException as error:
-            self._fail_all(error)
-            raise
-        return outputs + self._take(batch, result, start)
-
-    def close(self) -> None:
-        """End what still runs as aborted, then flush traces and records."""
-        for request_id in list(self.requests):
-            self.abort(request_id)
-        self.pipeline.close()
+        return outputs + self._take(batch, self.worker.forward_batch_generation(batch), start)
 
     def _take(self, batch: Batch, result: GenerationBatchResult, start: int) -> list[StepOutput]:
         record = result.record
@@ -202,11 +210,10 @@ class Engine:
         self.worker.forget(req.request_id)
         _stats(req).set_retract_time()
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _end_all(self, reason: FinishReason, error: str | None) -> None:
         for req in list(self.requests.values()):
-            req.finish_reason, req.error = FinishReason.ERROR, f"the engine failed: {error!r}"
+            req.finish_reason, req.error = reason, error
             self._finish(req)
-        self.pipeline.close()
 
 
 def _stats(req: Request) -> ReqTimeStats:
