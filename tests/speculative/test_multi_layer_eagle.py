@@ -183,3 +183,21 @@ def test_sampling_gives_the_same_tokens_with_and_without_speculation(
     assert sum(sum(r.spec.correct) for r in reqs) > 0
     other = plain_answers(toy_target, dataclasses.replace(sampling, seed=12))
     assert other != answers
+
+
+def test_nan_in_an_early_chunk_ends_one_request_and_spares_the_others(toy_target: LoadedTarget) -> None:
+    wish = SamplingParams(max_tokens=8, ignore_eos=True)
+    draft, config = random_draft(toy_target), EngineConfig(max_prefill_tokens=4, page_size=4)
+    alone = engine_with(toy_target, draft, config)
+    expected = alone.add_request("well", PROMPTS[1], wish)
+    while alone.has_work:
+        alone.step()
+    engine = engine_with(toy_target, draft, config)
+    sick, well = engine.add_request("sick", PROMPTS[0], wish), engine.add_request("well", PROMPTS[1], wish)
+    engine.step()
+    # The next chunk chooses no token, so the first to meet the NaN are the draft layers.
+    engine.worker.target.storages[0].keys[engine.kv.slots("sick")[0]] = float("nan")
+    while engine.has_work:
+        engine.step()
+    assert "NaN" in str(sick.error)
+    assert well.output_token_ids == expected.output_token_ids

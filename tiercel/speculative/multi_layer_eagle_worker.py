@@ -136,4 +136,5 @@ class MultiLayerEagleWorker(SpecWorker):
 
     def _propose(self, index: int, hidden: Tensor, pieces: list[DraftRows]) -> Tensor:
         how = [RowSampling(p.req.sampling, p.req.seed, p.end + 1 + index) for p in pieces]
-        return choose(self.model.logits(index, hidden), how, self.target.noise, self.model.target_ids)
+        # A draft is only a guess: where its logits are NaN (-1) any token will do, and the next layer can embed it.
+        return choose(self.model.logits(index, hidden), how, self.target.noise, self.model.target_ids).clamp(min=0)
