@@ -72,6 +72,7 @@ BAD = [
     (["generate", "x", "--prompts", "y"], "not both"),
     (["generate", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
     (["generate", "x", "--model", "no-such-model"], "no-such-model"),
+    (["generate", "half \udcff", "--model", "{toy}", "--draft", "{draft}"], "is no character"),
     (["generate", "x", "--model", "{toy}", "--draft", "no-such-draft"], "no-such-draft"),
     (["generate", "x", "--model", "{toy}", "--draft", "{draft}", "--num-steps", "7"], "num_steps=7"),
     (["generate", "x", "--model", "{toy}", "--draft", "smollm2-135m-mtp3"], "does not fit"),
@@ -106,6 +107,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_line_separators_inside_a_prompt_do_not_cut_it(tmp_path: Path) -> None:
+    from tiercel.cli.prompts import read_prompts
+
+    texts = ["a\u2028b\u0085c\u2029", "d"]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts) + "\r\n")
+    assert [row.text for row in read_prompts(path)] == texts
 
 
 @pytest.mark.parametrize(

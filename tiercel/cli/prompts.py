@@ -24,7 +24,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
         UserError: naming file, line and field.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a JSON text may hold U+2028, where splitlines would cut
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts {path}: {error}") from error
     rows = [_row(line, f"{path}:{number}", number) for number, line in enumerate(lines, start=1) if line.strip()]

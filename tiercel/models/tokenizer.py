@@ -88,8 +88,12 @@ class Tokenizer:
         return frozenset(i for i, token in self.fast.get_added_tokens_decoder().items() if token.special)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of raw text, with BOS in front where the model wants one."""
-        return list(self.fast.encode(text, add_special_tokens=self.add_bos).ids)
+        """Token ids of raw text, with BOS in front where the model wants one.
+
+        Raises:
+            UserError: the text is not Unicode.
+        """
+        return self._ids(text, self.add_bos)
 
     def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str:
         """Text of token ids; incomplete UTF-8 shows as U+FFFD."""
@@ -127,8 +131,21 @@ class Tokenizer:
         return environment.from_string(self.chat_template)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of ``render_chat``; the template itself writes the special tokens."""
-        return list(self.fast.encode(self.render_chat(messages), add_special_tokens=False).ids)
+        """Token ids of ``render_chat``; the template itself writes the special tokens.
+
+        Raises:
+            UserError: as ``render_chat``, or the text is not Unicode.
+        """
+        return self._ids(self.render_chat(messages), False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair, or what Python makes of bytes that are not UTF-8
+            raise UserError(
+                f"a prompt holds {text[error.start]!a}, which is no character: give valid UTF-8 or JSON escapes"
+            ) from error
+        return list(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
 
 def _refuse(message: str) -> NoReturn:
