@@ -3,6 +3,7 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,6 +109,8 @@ def test_reading_conversations(tmp_path: Path) -> None:
         ("{", "a.jsonl:1"),
         ("[]", "prompt_token_ids"),
         ('{"prompt_token_ids": [1]}', "response_token_ids"),
+        ('{"prompt_token_ids": 1, "response_token_ids": [1]}', "a.jsonl:1"),
+        ('{"prompt_token_ids": [1], "response_token_ids": null}', "a.jsonl:1"),
         ('{"prompt_token_ids": [], "response_token_ids": [1]}', "a.jsonl:1"),
         ('{"prompt_token_ids": [1], "response_token_ids": [10]}', "vocabulary of 10"),
         ('{"prompt_token_ids": ["x"], "response_token_ids": [1]}', "integers"),
@@ -124,9 +127,41 @@ def test_bad_rows_are_named(tmp_path: Path, line: str, named: str) -> None:
 def test_files_that_are_not_there_or_damaged(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a file"):
         read_conversations([tmp_path / "none.jsonl"], 10, 10)
-    (tmp_path / "bad.jsonl.gz").write_bytes(b"not gzip")
-    with pytest.raises(UserError, match="cannot be read"):
-        read_conversations([tmp_path / "bad.jsonl.gz"], 10, 10)
+    broken = gzip.compress(json.dumps({"prompt_token_ids": [1], "response_token_ids": [2] * 999}).encode())
+    for content in (b"not gzip", broken[:-9], broken[:12] + b"\xff" * 4 + broken[16:]):
+        (tmp_path / "bad.jsonl.gz").write_bytes(content)
+        with pytest.raises(UserError, match="cannot be read"):
+            read_conversations([tmp_path / "bad.jsonl.gz"], 10, 10)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"decay": 0.0},
+        {"warmup": 0.0},
+        {"learning_rate": -1.0},
+        {"untie_at": -0.1},
+        {"tokens": 0},
+        {"decay": float("nan")},
+    ],
+)
+def test_settings_out_of_range_are_named(wrong: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        dataclasses.replace(CONFIG, **wrong)
+
+
+def test_very_little_data_trains(toy_target: LoadedTarget, conversations: list[Conversation], tmp_path: Path) -> None:
+    short = [Conversation((i, i + 1, i + 2), 2, greedy=True) for i in range(3)]  # no layer has anything to predict
+    config = dataclasses.replace(CONFIG, tokens=200, held_out=1, batch_tokens=20)
+    losses: list[float] = []
+    run = trainer(toy_target, conversations[:3] + short, tmp_path / "a", config)
+    run.run(lambda p: losses.extend(p.losses.cross_entropy))
+    assert np.isfinite(losses).all()
+    assert 0.0 in losses
+    assert all(torch.isfinite(p).all() for p in run.draft.layers.parameters())
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="choose another --out"):
+        trainer(toy_target, conversations, tmp_path / "file")
 
 
 def test_held_out_prompts_leave_the_training_part() -> None:
@@ -138,6 +173,8 @@ def test_held_out_prompts_leave_the_training_part() -> None:
     assert not {c.token_ids[:1] for c in held} & {c.token_ids[:1] for c in train}
     with pytest.raises(UserError, match="greedy answers"):
         split_held_out(base, 15)
+    with pytest.raises(UserError, match="none is left"):
+        split_held_out([Conversation((1, *range(20)), 1, greedy=True)] * 4, 2)
 
 
 def test_the_draft_vocabulary_holds_the_frequent_answer_tokens() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Conversation:
 
 
 def read_conversations(paths: list[Path], vocab_size: int, max_length: int) -> list[Conversation]:
-    """Read JSON lines (``.jsonl`` or ``.jsonl.gz``), one conversation each; longer ones are cut to ``max_length`` tokens.
+    """Read JSON lines (``.jsonl`` or ``.jsonl.gz``), one conversation each; longer ones are cut to ``max_length`` tokens, and
+    those without an answer token by then are left out.
 
     A row holds ``prompt_token_ids`` and ``response_token_ids`` (integers) and, optionally, ``temperature``: 0 marks a
     greedy answer.
@@ -54,7 +56,7 @@ def _read_file(path: Path, vocab_size: int, max_length: int) -> Iterator[Convers
         with opener(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 yield _conversation(line, f"{path}:{number}", vocab_size, max_length)
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise UserError(f"training data {path} cannot be read: {error}") from error
 
 
@@ -62,27 +64,40 @@ def _conversation(line: str, where: str, vocab_size: int, max_length: int) -> Co
     try:
         row = json.loads(line)
         prompt, answer = row["prompt_token_ids"], row["response_token_ids"]
+        token_ids = (*prompt, *answer)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(
             f"{where}: need a JSON object with prompt_token_ids and response_token_ids ({error})"
         ) from error
-    token_ids = (*prompt, *answer)
     if not prompt or not all(isinstance(t, int) and 0 <= t < vocab_size for t in token_ids):
         raise UserError(f"{where}: token ids must be integers below the target's vocabulary of {vocab_size}")
     return Conversation(token_ids[:max_length], len(prompt), greedy=row.get("temperature") == 0)
+
+
+MIN_HELD_OUT = 16
+"""Answer tokens of a conversation that can measure acceptance: shorter ones hold only a few rounds."""
 
 
 def split_held_out(conversations: list[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
     """Set ``count`` greedy conversations aside for measuring, spread evenly over the data: (training, held out).
 
     Conversations whose prompt equals a held-out prompt leave the training part too.
+
+    Raises:
+        UserError: too few greedy answers that are long enough to measure on, or nothing is left to train on.
     """
-    greedy = [c for c in conversations if c.greedy and len(c) - c.answer_start >= 16]
+    greedy = [c for c in conversations if c.greedy and len(c) - c.answer_start >= MIN_HELD_OUT]
     if len(greedy) < 2 * count:
-        raise UserError(f"{len(greedy)} greedy answers (temperature 0) cannot give {count} to hold out: add data")
+        raise UserError(
+            f"{len(greedy)} greedy answers (temperature 0) of at least {MIN_HELD_OUT} tokens cannot give {count} to hold "
+            "out: add data, or hold out fewer"
+        )
     held_out = greedy[:: len(greedy) // count][:count]
     prompts = {c.token_ids[: c.answer_start] for c in held_out}
-    return [c for c in conversations if c.token_ids[: c.answer_start] not in prompts], held_out
+    training = [c for c in conversations if c.token_ids[: c.answer_start] not in prompts]
+    if not training:
+        raise UserError("every conversation has the prompt of a held-out one, so none is left to train on: add data")
+    return training, held_out
 
 
 def draft_vocabulary(conversations: list[Conversation], size: int, vocab_size: int) -> Tensor:

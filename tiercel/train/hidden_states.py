@@ -26,7 +26,10 @@ class HiddenStateCache:
         self.target, self.conversations = target, conversations
         lengths = np.array([len(c) for c in conversations])
         self.offsets = np.concatenate(([0], np.cumsum(lengths)))
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
         digest = hashlib.sha256(repr([c.token_ids for c in conversations]).encode()).hexdigest()
         key = json.dumps({"target": fingerprint, "data": digest})
         fresh = not (folder / "key.json").exists()

@@ -101,16 +101,19 @@ def layer_losses(draft: MtpDraft, target: Decoder, token_ids: Tensor, hidden: Te
         counted = weights[:, 2 + index :]
         rows, columns = counted.nonzero(as_tuple=True)
         weight = counted[rows, columns]
+        mass = weight.sum().clamp(
+            min=torch.finfo(torch.float32).tiny
+        )  # texts too short for this layer: nothing, not NaN
         teacher = teacher_states[rows, columns + 1 + index]
         student = draft.layers[index].final_layernorm(out.view(*token_ids.shape, -1)[rows, columns])  # type: ignore[operator]
         head = draft.head
         assert head is not None
         entropy, agree = _distilled(student.to(head.dtype), teacher.to(head.dtype), head, weight)
         distance = F.smooth_l1_loss(student.float(), teacher.float(), reduction="none").mean(-1)
-        scale = POSITION_WEIGHTS[min(index, len(POSITION_WEIGHTS) - 1)] / weight.sum()
+        scale = POSITION_WEIGHTS[min(index, len(POSITION_WEIGHTS) - 1)] / mass
         total = total + scale * (entropy + REGRESSION_WEIGHT * (distance * weight).sum())
-        entropies.append(float(entropy.detach() / weight.sum()))
-        agreements.append(float((agree * weight).sum() / weight.sum()))
+        entropies.append(float(entropy.detach() / mass))
+        agreements.append(float((agree * weight).sum() / mass))
     return LayerLosses(total, entropies, agreements)
 
 

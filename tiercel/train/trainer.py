@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tiercel.core.config import at_least
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.decoder import Decoder
@@ -41,6 +42,9 @@ class TrainConfig:
         held_out: greedy conversations set aside to measure acceptance.
         evaluate_every: steps between two measurements (each also saves the state).
         seed: of the order of batches.
+
+    Raises:
+        UserError: a value is outside its range; the message names the setting.
     """
 
     layers: int = 3
@@ -56,6 +60,24 @@ class TrainConfig:
     held_out: int = 60
     evaluate_every: int = 100
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "layers",
+            "tokens",
+            "batch_tokens",
+            "draft_vocab_size",
+            "max_length",
+            "held_out",
+            "evaluate_every",
+        ):
+            at_least(name, getattr(self, name), 1)
+        for name in ("learning_rate", "warmup", "decay"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name}={getattr(self, name)} is not allowed: give a number above 0")
+        for name in ("untie_at", "prompt_share"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name}={getattr(self, name)} is not allowed: give a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +111,7 @@ class Trainer:
         self.target, self.out, self.config, self.data_names = target, out, config, data_names
         self.conversations, self.held_out = split_held_out(conversations, config.held_out)
         self.cache = HiddenStateCache(out / "cache", target, checkpoint.fingerprint, self.conversations + self.held_out)
-        first = self.cache.batch(list(range(8))).float()
+        first = self.cache.batch(list(range(min(8, len(self.conversations))))).float()
         self.input_rms = float(first[first.abs().sum(-1) > 0].square().mean(-1).sqrt().mean())
         self.draft = new_draft(checkpoint, target, self.conversations, config, self.input_rms)
         self.step, self.tokens, self.best_length = 0, 0, 0.0
