@@ -78,7 +78,7 @@ def answers(llm: LLM, rows: list[PromptRow], max_tokens: int) -> tuple[dict[str,
     outputs = llm.generate([r.text for r in rows], sampling, request_ids=[r.request_id for r in rows])
     prompt_ids.update({r.request_id: llm.encode(r.text) for r in rows})
     llm.close()
-    return {o.request_id: o for o in outputs}, time.perf_counter() - start
+    return {o.request_id: o.checked() for o in outputs}, time.perf_counter() - start
 
 
 prompt_ids: dict[str, list[int]] = {}
@@ -91,8 +91,9 @@ def difference(target: LoadedTarget, plain: RequestOutput, ours: RequestOutput) 
         return None
     pairs = zip(plain.token_ids, ours.token_ids, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain.token_ids), len(ours.token_ids)))
-    ids = torch.tensor(prompt_ids[plain.request_id] + plain.token_ids[:at])
-    hidden = target.decoder(ids, torch.arange(len(ids)), DenseAttention(1))
+    device = target.placement.device
+    ids = torch.tensor(prompt_ids[plain.request_id] + plain.token_ids[:at], device=device)
+    hidden = target.decoder(ids, torch.arange(len(ids), device=device), DenseAttention(1))
     best = target.decoder.logits(hidden[-1:])[0].topk(2).values
     return Difference(request_id=plain.request_id, at=at, gap=float(best[0] - best[1]))
 

@@ -89,6 +89,7 @@ BAD = [
     ),
     (["train", "--data", "nowhere.jsonl", "--out", "out", "--target", "{toy}"], "draft_vocab_size"),
     (["eval-draft", "--prompts", "nowhere.jsonl", "--model", "{toy}"], "nowhere.jsonl"),
+    (["demo", "--model", "{toy}", "--draft", "{draft}", "--out", "/dev/null"], "choose another --out"),
 ]
 
 
@@ -137,6 +138,16 @@ def test_bad_prompt_files(text: str, named: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match=named):
         read_prompts(path)
+
+
+def test_a_failed_request_shows_in_the_exit_code(toy_model: Path, toy_draft: Path, prompts: Path) -> None:
+    sizes = ["--kv-tokens", 64, "--max-tokens", 300, "--ignore-eos"]
+    done = generate(toy_model, toy_draft, "--prompts", prompts, "--json", *sizes)
+    assert done.returncode == 2
+    assert "3 of 3 requests failed" in done.stderr
+    assert "kv_tokens" in done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["finish_reason"] for row in rows] == ["error"] * 3
 
 
 def test_version_and_help() -> None:
@@ -223,3 +234,10 @@ def test_train_then_evaluate_then_generate(toy_model: Path, tmp_path: Path) -> N
     assert list(served) == ["x", "y", "overall"]
     assert served["overall"]["rounds"] == served["x"]["rounds"] + served["y"]["rounds"]
     assert generate(toy_model, out / "best", "hello").returncode == 0
+    short = ["--num-steps", 1, "--max-tokens", 2, "--json"]
+    measure = ["eval-draft", "--model", toy_model, "--draft", out / "best", "--prompts", prompts]
+    done = tiercel(*measure, *short, numbers)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(numbers.read_text())["teacher_forced"] is None
+    done = tiercel(*measure, *short, tmp_path / "no" / "where.json")
+    assert (done.returncode, "where.json" in done.stderr) == (2, True)

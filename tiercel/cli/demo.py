@@ -43,13 +43,12 @@ def command(
     console = Console(record=picture is not None, highlight=False)
     own = prompt or os.environ.get(PROMPT_VARIABLE)
     prompts = {f"prompt {i + 1}": text for i, text in enumerate(PROMPTS)} | ({"yours": own} if own else {})
-    for old in (out / "records" / REQUESTS_FILE, out / "records" / ROUNDS_FILE):
-        old.unlink(missing_ok=True)  # records are appended to: a demo shows one run
     engine = EngineConfig(model=model, dtype=dtype, num_threads=threads)
     spec = SpecConfig(draft=draft, num_steps=num_steps)
     trace = TraceConfig(trace_out=out / "trace.json", records_out=out / "records")
     with console.status("loading the model"):
         target = load_target(engine, spec)
+        _remove_old_records(out / "records")
         drafting = LLM(engine=engine, spec=spec, trace=trace, target=target)
         plain = LLM(engine=engine, spec=SpecConfig(method="none"), target=target)
     with drafting, plain:
@@ -71,14 +70,21 @@ def command(
         console.save_svg(str(picture), title="make demo")
 
 
+def _remove_old_records(folder: Path) -> None:
+    """Records are appended to; a demo shows one run."""
+    try:
+        for name in (REQUESTS_FILE, ROUNDS_FILE):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+
+
 def _stream(console: Console, llm: LLM, name: str, text: str, sampling: SamplingParams) -> RequestOutput:
     for event in llm.stream(text, sampling, request_ids=[name]):
         print_piece(console, event.text, event.source)
         if event.output:
             console.print()
-            if event.output.record.error:
-                raise UserError(event.output.record.error)
-            return event.output
+            return event.output.checked()
     raise RuntimeError(f"the stream of {name} ended without a result")
 
 
@@ -89,8 +95,8 @@ def _compare(
     with_spec, without = [], []
     with console.status(f"timing {name}, with and without speculation"):
         for run in range(runs):
-            ours = drafting.generate(text, sampling, request_ids=[f"{name} run {run + 1}"])[0]
-            reference = plain.generate(text, sampling)[0]
+            ours = drafting.generate(text, sampling, request_ids=[f"{name} run {run + 1}"])[0].checked()
+            reference = plain.generate(text, sampling)[0].checked()
             if ours.token_ids != reference.token_ids:
                 console.print(
                     f"[red]{name}: the output differs from plain decoding[/] (a tie between two tokens, or a fault)"

@@ -1,6 +1,7 @@
 """``tiercel eval-draft``: acceptance of a draft, through the serving path and teacher-forced on the same answers."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from tiercel.cli.prompts import PromptRow, read_prompts
 from tiercel.cli.render import percent
 from tiercel.core.acceptance import SpecCounts
 from tiercel.core.config import EngineConfig, SpecConfig
+from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import LoadedTarget, load_target
 from tiercel.engine.llm import LLM
@@ -35,12 +37,14 @@ def command(
     threads: options.Threads = None,
     max_batch_size: options.BatchSize = 16,
     teacher_forced: Annotated[
-        int, typer.Option(help="Answers on which the layers are measured teacher-forced too.")
+        int, typer.Option(min=1, help="Answers on which the layers are measured teacher-forced too.")
     ] = 40,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Measure greedy acceptance per category and position, as served; compare with the layers' teacher-forced accuracy."""
     rows = read_prompts(prompts)
+    if json_file:
+        _check_writable(json_file)
     engine = EngineConfig(model=model, dtype=dtype, num_threads=threads, max_batch_size=max_batch_size)
     spec = SpecConfig(draft=draft, num_steps=num_steps)
     target = load_target(engine, spec)
@@ -50,18 +54,16 @@ def command(
         sampling = SamplingParams(max_tokens=max_tokens)
         for event in llm.stream([row.text for row in rows], sampling, request_ids=ids):
             if event.output:
-                outputs.append(event.output)
+                outputs.append(event.output.checked())
                 status.update(f"answered {len(outputs)} of {len(rows)}")
         depth = llm.engine.worker.num_steps
         served = _served(rows, outputs, depth)
         chosen = outputs[:: max(1, len(outputs) // teacher_forced)][:teacher_forced]
         prompt_ids = {row.request_id: llm.encode(row.text) for row in rows}
-    forced = _teacher_forced(
-        target,
-        load_draft(resolve_draft(draft, target.checkpoint), target.checkpoint, target.decoder),
-        prompt_ids,
-        chosen,
-    )
+    layers = load_draft(resolve_draft(draft, target.checkpoint), target.checkpoint, target.decoder)
+    layers.layers = layers.layers[:depth]  # rounds of the walk are as deep as those that were served
+    long_enough = max(len(output.token_ids) for output in chosen) >= depth + 2  # the last layer can hit or miss
+    forced = _teacher_forced(target, layers, prompt_ids, chosen) if long_enough else None
     result = {
         "num_steps": depth,
         "max_tokens": max_tokens,
@@ -72,6 +74,12 @@ def command(
     _print(result)
     if json_file:
         json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse before the measuring, not after it."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"cannot write {file}: give --json a file in a folder that exists and can be written")
 
 
 def _served(rows: list[PromptRow], outputs: list[RequestOutput], depth: int) -> dict[str, Any]:
@@ -104,9 +112,10 @@ def _teacher_forced(
     for output in outputs:
         prompt = prompt_ids[output.request_id]
         ids = (*prompt, *output.token_ids)
-        positions = torch.arange(len(ids))
+        on_device = torch.tensor(ids, device=target.placement.device)
+        positions = torch.arange(len(ids), device=target.placement.device)
         answers.append(Conversation(ids, len(prompt), greedy=True))
-        hidden.append(target.decoder(torch.tensor(ids), positions, DenseAttention(1)))
+        hidden.append(target.decoder(on_device, positions, DenseAttention(1)))
         spec = output.record.spec
         rounds.merge(SpecCounts(spec["per_step_drafted"], spec["per_step_accepted"], []))
     found = measure(draft, answers, hidden)
@@ -137,9 +146,14 @@ def _print(result: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     forced = result["teacher_forced"]
+    if forced is None:
+        console.print(
+            f"no answer has the {result['num_steps'] + 2} tokens it takes to measure the layers teacher-forced"
+        )
+        return
     for title, key in (
         ("accuracy of each layer, teacher-forced", "layer_accuracy"),
         ("acceptance by position, teacher-forced walk", "per_position_acceptance"),
         ("acceptance by position, as served", "served_per_position_acceptance"),
     ):
-        console.print(f"{title}, on {forced['answers']} answers: " + " ".join(f"{100 * v:.1f}%" for v in forced[key]))
+        console.print(f"{title}, on {forced['answers']} answers: " + " ".join(percent(v, 1) for v in forced[key]))

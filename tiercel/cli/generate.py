@@ -88,22 +88,27 @@ def _print_texts(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, c
 
 
 def _print_stream(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, chat: bool) -> None:
-    failed = None
     for event in llm.stream([row.text for row in rows], sampling, chat=chat):
         sys.stdout.write(event.text)
         sys.stdout.flush()
-        failed = event.output.record.error if event.output else None
-    typer.echo()
-    if failed:
-        raise UserError(failed)
+        if event.output:
+            typer.echo()
+            event.output.checked()
 
 
 def _in_order(llm: LLM, rows: list[PromptRow], sampling: SamplingParams, *, chat: bool) -> Iterator[RequestOutput]:
-    """Results in the prompts' order, each as soon as those before it are done."""
+    """Results in the prompts' order, each as soon as those before it are done; then, an error if one of them failed."""
     ids = deque(row.request_id for row in rows)
     done: dict[str, RequestOutput] = {}
+    failed: list[RequestOutput] = []
     for event in llm.stream([row.text for row in rows], sampling, chat=chat, request_ids=list(ids)):
         if event.output:
             done[event.request_id] = event.output
+            if event.output.record.error:
+                failed.append(event.output)
             while ids and ids[0] in done:
                 yield done.pop(ids.popleft())
+    if failed:
+        raise UserError(
+            f"{len(failed)} of {len(rows)} requests failed; {failed[0].request_id}: {failed[0].record.error}"
+        )

@@ -36,9 +36,9 @@ def print_piece(console: Console, text: str, source: int | None) -> None:
     console.print(Text(text, style=style), end="", soft_wrap=True)
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, digits: int = 0) -> str:
     """A share for a table; a dash where nothing was counted."""
-    return "–" if value is None else f"{100 * value:.0f}%"
+    return "–" if value is None else f"{100 * value:.{digits}f}%"
 
 
 def counts_table(outputs: list[RequestOutput]) -> Table:

@@ -1,8 +1,9 @@
 """What callers get: tokens as they come, and a request's whole result."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+from tiercel.core.errors import UserError
 from tiercel.core.request import Request
 from tiercel.observability.records import RequestRecord
 
@@ -40,6 +41,16 @@ class RequestOutput:
     finish_reason: str
     record: RequestRecord
     stage_time_ms: dict[str, float]
+
+    def checked(self) -> Self:
+        """Itself, for callers that have no use for a broken answer.
+
+        Raises:
+            UserError: the request ended with an error; names both.
+        """
+        if self.record.error:
+            raise UserError(f"request {self.request_id}: {self.record.error}")
+        return self
 
     @property
     def usage(self) -> dict[str, int]:

@@ -74,7 +74,7 @@ def draft_outputs(draft: MtpDraft, token_ids: Tensor, hidden: Tensor) -> list[Te
     Row t of layer i reads token ``x[t + 1 + i]``; rows whose token would lie past the end hold nothing of use.
     """
     batch, length = token_ids.shape
-    rotary = draft.rotary(torch.arange(length).repeat(batch))
+    rotary = draft.rotary(torch.arange(length, device=token_ids.device).repeat(batch))
     state, outputs = hidden.flatten(0, 1), []
     for index, layer in enumerate(draft.layers):
         embeddings = draft.embed(token_ids.roll(-1 - index, dims=1).flatten())
@@ -152,7 +152,7 @@ def measure(draft: MtpDraft, conversations: list[Conversation], hidden: list[Ten
     depth = len(draft.layers)
     found = Acceptance(0, [0] * depth, 0, [0] * depth)
     for conversation, states in zip(conversations, hidden, strict=True):
-        token_ids = torch.tensor([conversation.token_ids])
+        token_ids = torch.tensor([conversation.token_ids], device=states.device)
         outputs = draft_outputs(draft, token_ids, states.unsqueeze(0))
         picks = [draft.target_ids[draft.logits(i, out).argmax(-1)].tolist() for i, out in enumerate(outputs)]
         _walk(conversation, picks, found)
