@@ -12,6 +12,10 @@ from tiercel.core.sampling_params import SamplingParams
     ("kind", "wrong", "named"),
     [
         (SamplingParams, {"max_tokens": 0}, "max_tokens"),
+        (SamplingParams, {"max_tokens": 2.5}, "max_tokens"),
+        (SamplingParams, {"top_k": 1.5}, "top_k"),
+        (SamplingParams, {"seed": 1.5}, "seed"),
+        (SamplingParams, {"temperature": "hot"}, "temperature"),
         (SamplingParams, {"temperature": -1.0}, "temperature"),
         (SamplingParams, {"temperature": float("nan")}, "temperature"),
         (SamplingParams, {"top_p": 0.0}, "top_p"),

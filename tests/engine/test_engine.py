@@ -180,7 +180,15 @@ def test_abort_in_every_phase(toy_target: LoadedTarget, steps_before: int) -> No
 
 @pytest.mark.parametrize(
     ("prompt", "named"),
-    [([], "at least one token"), ([259], "258"), ([-1], "258"), ([1] * 512, "512"), ([1] * 600, "600")],
+    [
+        ([], "at least one token"),
+        ([259], "258"),
+        ([1.5], "integer"),
+        (["a"], "integer"),
+        ([-1], "258"),
+        ([1] * 512, "512"),
+        ([1] * 600, "600"),
+    ],
 )
 def test_prompts_that_cannot_run(toy_target: LoadedTarget, prompt: list[int], named: str) -> None:
     engine = Engine(EngineConfig(), SpecConfig(method="none"), TraceConfig(), toy_target)

@@ -73,10 +73,13 @@ def test_request_ids_must_match_the_prompts(llm: LLM) -> None:
             llm.generate(["one", "two"], GREEDY, request_ids=ids)
 
 
-def test_one_bad_prompt_starts_nothing(llm: LLM) -> None:
+def test_one_bad_prompt_starts_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(llm.engine.pipeline, "on_request", lambda *args: ended.append(args))
     with pytest.raises(UserError, match="600 tokens"):
         llm.generate([[1, 2], [3] * 600], GREEDY)
     assert not llm.engine.has_work
+    assert ended == []
 
 
 def test_json_has_the_documented_keys(llm: LLM) -> None:
@@ -109,6 +112,14 @@ def test_settings_that_cannot_work(make, named: str, toy_model: Path, toy_draft:
     assert "\n" not in str(error.value)
 
 
+def test_a_misfit_is_refused_before_any_weight_is_read(toy_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercel.engine.engine.load_decoder", lambda *_: pytest.fail("read the weights"))
+    with pytest.raises(UserError, match="does not fit"):
+        LLM(str(toy_model), spec=SpecConfig(draft="smollm2-135m-mtp3"))
+
+
 def test_wishes_must_match_the_prompts(llm: LLM) -> None:
     with pytest.raises(UserError, match="2 sampling parameters for 3 prompts"):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    with pytest.raises(UserError, match="0 sampling parameters for 1 prompts"):
+        llm.generate(["a"], [])

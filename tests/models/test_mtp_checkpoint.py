@@ -76,6 +76,7 @@ NORM = "model.mtp.layers.1.enorm.weight"
         (config(target_hidden_size=64), "hidden size"),
         (config(body={"vocab_size": 99}), "vocabulary"),
         (config(target_fingerprint="0123456789abcdef"), "tokenizer"),
+        (config(hidden_before_final_norm=False), "final norm"),
         (config(format="other"), "format"),
         (config(num_layers=4), "missing"),
         (config(num_layers=2), "unknown"),

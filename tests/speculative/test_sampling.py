@@ -40,6 +40,15 @@ def test_a_draw_follows_the_softmax(params: SamplingParams) -> None:
     assert (share[expected == 0] == 0).all()
 
 
+def test_the_likeliest_token_survives_any_top_p() -> None:
+    logits = torch.tensor([0.0, 5.0, 1.0])
+    assert filtered_logits(logits, SamplingParams(temperature=1.0, top_p=1e-50)).isfinite().tolist() == [
+        False,
+        True,
+        False,
+    ]
+
+
 def test_greedy_is_the_argmax_and_nan_is_marked() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, torch.nan, 1.0]])
     greedy = RowSampling(SamplingParams(), 0, 0)

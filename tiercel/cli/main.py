@@ -1,6 +1,5 @@
 """``tiercel``: the commands, and the one place where a user's mistake becomes one line and exit code 2."""
 
-import os
 import sys
 from importlib import import_module
 
@@ -42,9 +41,3 @@ def main() -> None:
     except UserError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]tiercel:[/] {escape(str(error))}", highlight=False)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output went away; what Python still holds must not be flushed into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)

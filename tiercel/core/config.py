@@ -58,8 +58,7 @@ class SpecConfig:
 
     Args:
         method: one of ``SPEC_METHODS``; ``none`` is plain decoding.
-        draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the MTP layers of the target's own
-            checkpoint, else the shipped draft that was trained for this target.
+        draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the shipped draft that was trained for this target.
         num_steps: draft tokens per round at most (K). None takes every MTP layer that the draft holds.
             0 decodes plainly under the speculative worker.
         exact_kv: recompute the draft KV rows that were computed from unverified drafts. False leaves them

@@ -7,7 +7,3 @@ class TiercelError(Exception):
 
 class UserError(TiercelError):
     """A wrong input: one line that names what, where, and what to do. The command line exits with code 2."""
-
-
-class RequestAborted(TiercelError):
-    """The caller withdrew the request before it finished."""

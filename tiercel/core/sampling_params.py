@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from tiercel.core.config import at_least
 from tiercel.core.errors import UserError
 
 GREEDY_TEMPERATURE = 1e-5
@@ -34,18 +35,22 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of at least 1")
-        finite = math.isfinite(self.temperature)
-        _require(finite and self.temperature >= 0, "temperature", self.temperature, "a number of at least 0")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive integer")
-        seed_fits = self.seed is None or 0 <= self.seed < 2**64
+        at_least("max_tokens", self.max_tokens, 1)
+        at_least("top_k", self.top_k, 0)
+        warm = _is_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0
+        _require(warm, "temperature", self.temperature, "a number of at least 0")
+        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        seed_fits = self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**64)
         _require(seed_fits, "seed", self.seed, "an integer in [0, 2**64)")
 
     @property
     def is_greedy(self) -> bool:
         """Whether the argmax is the only token that can be chosen."""
         return self.temperature <= GREEDY_TEMPERATURE or self.top_k == 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:

@@ -100,6 +100,26 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def check_request(self, request_id: str, prompt_token_ids: list[int]) -> None:
+        """Refuse a request that cannot run; nothing is queued or recorded.
+
+        Raises:
+            UserError: an empty prompt, a token id out of range, a prompt that fills the context or the KV pool, or an id in use.
+        """
+        count, vocab_size = len(prompt_token_ids), self.checkpoint.description.vocab_size
+        if request_id in self.requests:
+            raise UserError(f"request id {request_id!r} is in use: choose another")
+        if not count or not all(type(t) is int and 0 <= t < vocab_size for t in prompt_token_ids):
+            raise UserError(
+                f"request {request_id}: the prompt must hold at least one token, each an integer from 0 to {vocab_size - 1}"
+            )
+        limit = min(self.max_model_len, self.kv.num_slots_total)
+        if count >= limit:
+            what = "context" if limit == self.max_model_len else "KV pool (kv_tokens)"
+            raise UserError(
+                f"request {request_id}: the prompt has {count} tokens, the {what} holds {limit}: shorten the prompt"
+            )
+
     def add_request(
         self,
         request_id: str,
@@ -110,22 +130,11 @@ class Engine:
         """Queue a request. Where the context cannot hold ``max_tokens`` more, the answer ends with reason ``length`` earlier.
 
         Raises:
-            UserError: an empty prompt, a token id out of range, a prompt that fills the context or the KV pool, or an id in use.
+            UserError: see ``check_request``.
         """
-        count, vocab_size = len(prompt_token_ids), self.checkpoint.description.vocab_size
-        if request_id in self.requests:
-            raise UserError(f"request id {request_id!r} is in use: choose another")
-        if not count or not all(0 <= t < vocab_size for t in prompt_token_ids):
-            raise UserError(
-                f"request {request_id}: the prompt must hold at least one token, each from 0 to {vocab_size - 1}"
-            )
-        limit = min(self.max_model_len, self.kv.num_slots_total)
-        if count >= limit:
-            what = "context" if limit == self.max_model_len else "KV pool (kv_tokens)"
-            raise UserError(
-                f"request {request_id}: the prompt has {count} tokens, the {what} holds {limit}: shorten the prompt"
-            )
-        sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, self.max_model_len - count))
+        self.check_request(request_id, prompt_token_ids)
+        room = self.max_model_len - len(prompt_token_ids)
+        sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         stats = self.pipeline.new_time_stats(request_id, traceparent)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         eos = frozenset(self.checkpoint.description.eos_token_ids)

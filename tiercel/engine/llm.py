@@ -115,11 +115,13 @@ class LLM:
             raise UserError(
                 "prompts must be a list of prompts: put a single token id list or chat into a list of its own"
             )
-        wishes = _one_each(sampling or SamplingParams(), len(listed))
+        wishes = _one_each(SamplingParams() if sampling is None else sampling, len(listed))
         ids = self._request_ids(request_ids, len(listed))
         if self.engine.requests:
             raise UserError("another generate or stream call of this LLM is still running: finish or close it first")
         encoded = [self.encode(prompt, chat=chat) for prompt in listed]
+        for request_id, token_ids in zip(ids, encoded, strict=True):  # all of them, before any leaves a record
+            self.engine.check_request(request_id, token_ids)
         added: list[str] = []
         try:
             for request_id, token_ids, wish in zip(ids, encoded, wishes, strict=True):

@@ -118,9 +118,11 @@ def check_fit(description: MtpDescription, target: Checkpoint, folder: Path) -> 
     """Refuse a draft that was not made for ``target``.
 
     Raises:
-        UserError: hidden size, vocabulary or tokenizer differ.
+        UserError: hidden size, vocabulary or tokenizer differ, or it wants hidden states that we do not hand out.
     """
     ours = target.description
+    if not description.hidden_before_final_norm:
+        raise UserError(f"draft {folder} reads hidden states after the target's final norm, which is not supported yet")
     for what, have, need in (
         ("target hidden size", description.target_hidden_size, ours.hidden_size),
         ("embedding width", description.body.hidden_size, ours.hidden_size),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tiercel.core.config import SpecConfig
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.mtp_checkpoint import load_draft, read_description, resolve_draft
+from tiercel.models.mtp_checkpoint import check_fit, load_draft, read_description, resolve_draft
 from tiercel.speculative.base_worker import SpecWorker
 from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
 from tiercel.speculative.null_worker import NullWorker
@@ -56,7 +56,9 @@ def check_spec(spec: SpecConfig, checkpoint: Checkpoint) -> None:
     """
     if spec.method == MultiLayerEagleWorker.method:
         folder = resolve_draft(spec.draft, checkpoint)
-        checked_num_steps(spec, read_description(folder).num_layers, str(folder))
+        description = read_description(folder)
+        check_fit(description, checkpoint, folder)
+        checked_num_steps(spec, description.num_layers, str(folder))
 
 
 def checked_num_steps(spec: SpecConfig, num_layers: int, draft: str) -> int:

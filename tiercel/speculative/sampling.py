@@ -90,5 +90,6 @@ def filtered_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         ordered, order = scaled.sort(descending=True, stable=True)
         mass = ordered.softmax(-1)
         beyond = mass.cumsum(-1) - mass >= params.top_p
+        beyond[0] = False  # however small top_p is, the likeliest token stays (float32 rounds 1e-46 to 0)
         scaled = scaled.index_fill(0, order[beyond], -math.inf)
     return scaled
