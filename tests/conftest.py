@@ -103,6 +103,17 @@ def random_draft(
     return draft.requires_grad_(False)
 
 
+def echoing_draft(target: LoadedTarget) -> MtpDraft:
+    """A draft that is sometimes right: its layers repeat their token, as the toy target likes to do."""
+    draft = random_draft(target)
+    size = target.checkpoint.description.hidden_size
+    for layer in draft.layers:
+        layer.body.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr, operator]
+        layer.body.mlp.down_proj.weight.zero_()  # type: ignore[union-attr, operator]
+        layer.eh_proj.weight.copy_(torch.cat((torch.eye(size), 0.1 * torch.eye(size)), 1))  # type: ignore[union-attr, operator]
+    return draft
+
+
 @pytest.fixture(scope="session")
 def toy_draft(toy_target: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy-draft")

@@ -9,11 +9,13 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
+from tests.conftest import echoing_draft
+from tiercel.core.config import SPEC_METHODS, EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.request import Request
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.device.parallel import TensorParallelGroup, current_tp_group
 from tiercel.engine.engine import Engine, LoadedTarget
+from tiercel.models.mtp_checkpoint import save_draft
 from tiercel.observability import req_time_stats
 from tiercel.observability.records import read_requests, read_rounds
 from tiercel.observability.req_time_stats import ReqTimeStats
@@ -29,6 +31,25 @@ STAGES = [
     "set_spec_draft_extend_start_time",
     "set_spec_draft_extend_end_time",
 ]
+
+
+@pytest.fixture(scope="module")
+def toy_draft(toy_target: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some of its drafts are right and some are wrong, so that counts can be mistaken."""
+    folder = tmp_path_factory.mktemp("echoing-draft")
+    save_draft(echoing_draft(toy_target), folder, {})
+    return folder
+
+
+def test_every_worker_can_be_asked_for_and_no_other() -> None:
+    assert set(WORKERS) == set(SPEC_METHODS)
+
+
+def test_some_drafts_are_right_and_some_are_wrong(toy_target: LoadedTarget, toy_draft: Path) -> None:
+    reqs = finish(make_engine("multi-layer-eagle", toy_target, toy_draft, TraceConfig()))
+    rounds = [c for req in reqs.values() for c in req.spec.correct]
+    assert min(rounds) == 0
+    assert max(rounds) >= 2
 
 
 @pytest.fixture(params=sorted(WORKERS))

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.conftest import random_draft
+from tests.conftest import echoing_draft, random_draft
 from tiercel.engine.engine import LoadedTarget
 from tiercel.models.attention import DenseAttention
 from tiercel.train import objective
@@ -43,12 +43,7 @@ def test_the_walk_counts_what_serving_counts(toy_target: LoadedTarget) -> None:
     from tiercel.speculative import registry
     from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
 
-    draft = random_draft(toy_target)
-    # A draft that is sometimes right: its layers echo the target's own hidden state now and then.
-    for layer in draft.layers:
-        layer.body.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr, operator]
-        layer.body.mlp.down_proj.weight.zero_()  # type: ignore[union-attr, operator]
-        layer.eh_proj.weight.copy_(torch.cat((torch.eye(32), 0.1 * torch.eye(32)), 1))  # type: ignore[union-attr, operator]
+    draft = echoing_draft(toy_target)
     registry.WORKERS["probe"] = lambda context: MultiLayerEagleWorker(context.target, draft, 3)
     try:
         object.__setattr__(spec := SpecConfig(method="none"), "method", "probe")

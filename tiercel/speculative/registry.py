@@ -1,4 +1,4 @@
-"""The workers by name. A new drafter is one entry here, and the conformance test runs it."""
+"""The workers by name (``core.config.SPEC_METHODS``). A new drafter is one entry here, and the conformance test runs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
