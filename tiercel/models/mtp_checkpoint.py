@@ -82,8 +82,8 @@ def resolve_draft(name: str, target: Checkpoint) -> Path:
             if read_description(folder).target_fingerprint == target.fingerprint:
                 return folder
         raise UserError(
-            f"no draft is known for {target.path}: its checkpoint holds no MTP layers and no shipped draft "
-            f"({', '.join(SHIPPED)}) was trained for it; give a draft folder (`tiercel train` makes one) or --spec none"
+            f"no draft is known for {target.path}: no shipped one ({', '.join(SHIPPED)}) was trained for it, and MTP layers "
+            "inside a target's own checkpoint are not read yet; give a draft folder (`tiercel train` makes one) or --spec none"
         )
     if name in SHIPPED:
         return SHIPPED[name]
