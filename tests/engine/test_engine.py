@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import TOY_EOS
 from tests.scripted import Propose, ScriptedWorker, run, scripted_engine
@@ -15,6 +16,8 @@ from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL, FinishReason, Req
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import Engine, LoadedTarget
 from tiercel.observability.records import read_requests
+from tiercel.speculative import target_runner
+from tiercel.speculative.sampling import GumbelNoise, RowSampling
 
 PROMPT = [7, 30, 99, 12, 200, 45, 8, 61]
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -252,6 +255,31 @@ def test_nan_logits_end_one_request_and_spare_the_others(toy_target: LoadedTarge
     assert sick.finish_reason is FinishReason.ERROR
     assert "NaN" in str(sick.error)
     assert well.output_token_ids == answer
+
+
+@pytest.mark.parametrize("at", range(1, 10))
+@pytest.mark.parametrize("eos_before", [False, True])
+def test_nan_in_a_run_delivers_what_plain_decoding_delivers(
+    toy_target: LoadedTarget, monkeypatch: pytest.MonkeyPatch, at: int, eos_before: bool
+) -> None:
+    answer, real = plain(toy_target), target_runner.choose
+
+    def choose(logits: torch.Tensor, how: list[RowSampling], noise: GumbelNoise) -> torch.Tensor:
+        sick = torch.tensor([row.position == len(PROMPT) + at for row in how])
+        return torch.where(sick, -1, real(logits, how, noise))
+
+    monkeypatch.setattr(target_runner, "choose", choose)
+    engine = scripted_engine(toy_target, perfect({"a": answer}), 3)
+    req = engine.add_request("a", PROMPT, SamplingParams(max_tokens=20))
+    req.eos_token_ids = frozenset({answer[at - 1]} if eos_before else ())
+    run(engine)
+    if eos_before:
+        assert req.output_token_ids == answer[: answer.index(answer[at - 1]) + 1]
+        assert req.finish_reason is FinishReason.STOP
+    else:
+        assert req.output_token_ids == answer[:at]
+        assert req.finish_reason is FinishReason.ERROR
+    assert sum(req.spec.emitted) == len(req.output_token_ids) - 1
 
 
 def test_soak_with_random_everything(toy_target: LoadedTarget) -> None:

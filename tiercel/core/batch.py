@@ -41,7 +41,10 @@ class VerifyOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestRound:
-    """One request's part in one round. ``born_step`` is the engine step whose draft extend made the drafts."""
+    """One request's part in one round. ``born_step`` is the engine step whose draft extend made the drafts.
+
+    ``bonus_token_id`` is -1 where the target's logits were NaN; it is then not emitted.
+    """
 
     request_id: str
     round: int

@@ -201,11 +201,18 @@ class SpecWorker(ABC):
 
 
 def deliver(req: Request, token_ids: list[int], sources: list[int]) -> int:
-    """Append committed tokens to ``req`` up to its stop, or end it with an error where the target's choice was NaN (-1)."""
-    if -1 in token_ids:
+    """Append committed tokens to ``req`` up to its stop; where the target's choice was NaN (-1), end it with an error.
+
+    As in plain decoding, the tokens before the NaN are delivered, and a stop among them comes first.
+
+    Returns:
+        How many were delivered (emitted).
+    """
+    count = token_ids.index(-1) if -1 in token_ids else len(token_ids)
+    emitted = req.append_until_stop(token_ids[:count], sources[:count])
+    if count < len(token_ids) and not req.is_finished:
         req.finish_reason, req.error = FinishReason.ERROR, NAN_LOGITS
-        return 0
-    return req.append_until_stop(token_ids, sources)
+    return emitted
 
 
 def computed_rows(reqs: list[Request], starts: list[int], hidden: list[Tensor]) -> ComputedRows:
