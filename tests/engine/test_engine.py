@@ -322,7 +322,7 @@ def test_stage_times_add_up_to_the_rounds_wall_time(toy_target: LoadedTarget) ->
         wall += perf_counter_ns() - start
     inside = sum(sum(s.stage_ns.values()) for s in steps)
     assert inside == sum(s.end_ns - s.start_ns for s in steps)
-    assert 0.9 * wall < inside <= wall  # the toy's steps are so short that the call itself shows
+    assert 0.7 * wall < inside <= wall  # the toy's steps are so short that the calls around them show
     decode = [s for s in steps if s.rounds]
     assert req.spec.stage_ns.verify == sum(s.stage_ns["verify"] for s in decode)
     assert all(v >= 0 for s in steps for v in s.stage_ns.values())
