@@ -27,12 +27,13 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture(autouse=True)
-def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test begins with fixed threads and the same generator, and leaves tracing off.
+def _same_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test begins with one thread (its subprocesses too) and the same generator, and leaves tracing off.
 
-    Toy matrices are too small for two threads: on a busy machine waiting for each other makes them ten times slower.
+    Toy matrices are too small for more threads: on a busy machine, waiting for each other makes them ten times slower.
     """
-    torch.set_num_threads(2 if "smollm2" in request.fixturenames else 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
     set_global_trace_level(0)
