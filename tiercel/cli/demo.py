@@ -55,6 +55,7 @@ def command(
         console.print(legend(drafting.engine.worker.num_steps))
         sampling = SamplingParams(max_tokens=max_tokens)
         shown, speeds = [], []
+        plain.generate(PROMPTS[0], SamplingParams(max_tokens=2))  # warm, as the shown run warms the other
         for name, text in prompts.items():
             console.print(f"\n[bold]{name}:[/] ", end="")
             console.print(text, markup=False, soft_wrap=True)
