@@ -70,7 +70,7 @@ def stages_table(outputs: list[RequestOutput]) -> Table:
         table.add_column(stage.replace("_", " "), justify="right")
     table.add_column("ms per round", justify="right")
     for output in outputs:
-        times, rounds = output.stage_time_ms, output.record.spec["num_spec_steps"]
+        times, rounds = output.record.spec["stage_time_ms"], output.record.spec["num_spec_steps"]
         total = sum(times.values())
         cells = [f"{times[s]:.0f} ms {percent(times[s] / total if total else None)}" for s in stages]
         table.add_row(output.request_id, *cells, f"{total / rounds:.1f}" if rounds else "–")

@@ -178,5 +178,4 @@ def _result(output: StepOutput, text: str) -> RequestOutput:
         sources=list(req.output_sources),
         finish_reason=record.finish_reason,
         record=record,
-        stage_time_ms=req.spec.stage_ns.as_ms(),
     )

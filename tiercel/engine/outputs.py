@@ -40,7 +40,6 @@ class RequestOutput:
     sources: list[int]
     finish_reason: str
     record: RequestRecord
-    stage_time_ms: dict[str, float]
 
     def checked(self) -> Self:
         """Itself, for callers that have no use for a broken answer.

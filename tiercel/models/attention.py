@@ -1,4 +1,4 @@
-"""Two ways for rows to see each other: dense and causal (training, references), or over the paged KV cache (serving)."""
+"""Dense causal attention, for training and references; serving looks over the paged KV cache (``kvcache/rows.py``)."""
 
 from torch import Tensor
 from torch.nn import functional as F

@@ -33,7 +33,7 @@ def fill(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -
     Raises:
         UserError: naming the tensor and ``where`` it came from.
     """
-    targets = _targets(module)
+    targets = published_tensors(module)
     for name, tensor in tensors:
         target = targets.pop(name, None)
         if target is None:
@@ -53,10 +53,6 @@ def fill(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -
 
 def published_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter under its published names (fused projections cut into their parts); views, not copies."""
-    return _targets(module)
-
-
-def _targets(module: nn.Module) -> dict[str, Tensor]:
     sizes = dict(module.named_modules())
     targets: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():  # a tied head is listed once, as the embedding

@@ -98,7 +98,7 @@ class PerfettoSink:
     def _layers(self, track: int, record: StepRecord) -> None:
         start = record.draft_extend_start_ns
         for layer, end in enumerate(record.layer_end_ns):
-            self._slice(track, f"MTP layer {layer}", start, end, {})
+            self._slice(track, f"MTP layer {layer + 1}", start, end, {})
             start = end
 
     def _counters(self, record: StepRecord) -> None:
