@@ -44,8 +44,8 @@ def percent(value: float | None, digits: int = 0) -> str:
 def counts_table(outputs: list[RequestOutput]) -> Table:
     """Tokens, rounds and acceptance of each request."""
     table = Table(title="acceptance", title_justify="left")
-    for name in ("request", "tokens", "rounds", "rate", "length", "by position", "by position, if reached"):
-        table.add_column(name, justify="left" if name == "request" else "right", no_wrap=name != "request")
+    for name in ("request", "tokens", "rounds", "rate", "length", "by position", "if reached"):
+        table.add_column(name, justify="left" if name == "request" else "right", no_wrap=True)
     for output in outputs:
         spec = output.record.spec
         length = spec["mean_acceptance_length"]
