@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from tiercel.cli import options
-from tiercel.cli.render import counts_table, legend, print_piece, stages_table
+from tiercel.cli.render import counts_table, legend, save_picture, stages_table, styled
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
@@ -22,7 +23,7 @@ from tiercel.observability.records import REQUESTS_FILE, ROUNDS_FILE
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
     "A baker sells 12 loaves a day at 3 dollars each. How much does she earn in a week? Think step by step.",
-    "Write a short thank-you letter to a neighbour who watered the plants.",
+    "List three animals that live in the sea and say one thing about each.",
 )
 PROMPT_VARIABLE = "TIERCEL_DEMO_PROMPT"
 
@@ -40,7 +41,7 @@ def command(
     picture: Annotated[Path | None, typer.Option(help="Save what was shown as an SVG picture.")] = None,
 ) -> None:
     """Answer a few prompts with coloured tokens, then show acceptance, stage times, and speed with and without speculation."""
-    console = Console(record=picture is not None, highlight=False)
+    console = Console(highlight=False)
     own = prompt or os.environ.get(PROMPT_VARIABLE)
     prompts = {f"prompt {i + 1}": text for i, text in enumerate(PROMPTS)} | ({"yours": own} if own else {})
     engine = EngineConfig(model=model, dtype=dtype, num_threads=threads)
@@ -52,23 +53,26 @@ def command(
         drafting = LLM(engine=engine, spec=spec, trace=trace, target=target)
         plain = LLM(engine=engine, spec=SpecConfig(method="none"), target=target)
     with drafting, plain:
-        console.print(legend(drafting.engine.worker.num_steps))
+        page: list[RenderableType] = [legend(drafting.engine.worker.num_steps)]
+        console.print(page[0])
         sampling = SamplingParams(max_tokens=max_tokens)
         shown, speeds = [], []
         plain.generate(PROMPTS[0], SamplingParams(max_tokens=2))  # warm, as the shown run warms the other
         for name, text in prompts.items():
             console.print(f"\n[bold]{name}:[/] ", end="")
             console.print(text, markup=False, soft_wrap=True)
-            shown.append(_stream(console, drafting, name, text, sampling))
+            output, answer = _stream(console, drafting, name, text, sampling)
+            shown.append(output)
+            page += [Text.assemble("\n", (f"{name}: ", "bold"), text), answer]
             speeds.append(_compare(console, drafting, plain, name, text, sampling, runs))
     console.print()
-    console.print(counts_table(shown))
-    console.print(stages_table(shown))
-    console.print(_speed_table(list(prompts), speeds))
+    tables = [counts_table(shown), stages_table(shown), _speed_table(list(prompts), speeds)]
+    for table in tables:
+        console.print(table)
     files = (trace.trace_out, out / "records" / REQUESTS_FILE, out / "records" / ROUNDS_FILE)
     console.print("wrote " + ", ".join(map(str, files)) + " (open the trace at ui.perfetto.dev)", soft_wrap=True)
     if picture:
-        console.save_svg(str(picture), title="make demo")
+        save_picture([*page, "", *tables], picture)
 
 
 def _remove_old_records(folder: Path) -> None:
@@ -80,12 +84,15 @@ def _remove_old_records(folder: Path) -> None:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
 
 
-def _stream(console: Console, llm: LLM, name: str, text: str, sampling: SamplingParams) -> RequestOutput:
+def _stream(console: Console, llm: LLM, name: str, text: str, sampling: SamplingParams) -> tuple[RequestOutput, Text]:
+    answer = Text()
     for event in llm.stream(text, sampling, request_ids=[name]):
-        print_piece(console, event.text, event.source)
+        piece = styled(event.text, event.source)
+        console.print(piece, end="", soft_wrap=True)
+        answer.append_text(piece)
         if event.output:
             console.print()
-            return event.output.checked()
+            return event.output.checked(), answer
     raise RuntimeError(f"the stream of {name} ended without a result")
 
 

@@ -1,9 +1,14 @@
 """What a person sees: tokens coloured by where they came from, and a table per run."""
 
-from rich.console import Console
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tiercel.core.errors import UserError
 from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL
 from tiercel.engine.outputs import RequestOutput
 
@@ -22,7 +27,7 @@ def source_style(source: int) -> str:
 
 def legend(num_layers: int) -> Text:
     """One line that explains the colours."""
-    parts = [("prefill", source_style(SOURCE_PREFILL)), ("target's bonus token", source_style(SOURCE_BONUS))]
+    parts = [("prefill", source_style(SOURCE_PREFILL)), ("bonus token", source_style(SOURCE_BONUS))]
     parts += [(f"MTP layer {i + 1}", source_style(i)) for i in range(num_layers)]
     line = Text("tokens from: ")
     for name, style in parts:
@@ -30,10 +35,24 @@ def legend(num_layers: int) -> Text:
     return line
 
 
-def print_piece(console: Console, text: str, source: int | None) -> None:
-    """Print a piece of a stream as it comes, in its source's colour."""
-    style = "default" if source is None else source_style(source)
-    console.print(Text(text, style=style), end="", soft_wrap=True)
+def styled(text: str, source: int | None) -> Text:
+    """A piece of a stream in its source's colour."""
+    return Text(text, style="default" if source is None else source_style(source))
+
+
+def save_picture(page: Sequence[RenderableType], path: Path) -> None:
+    """Draw a page anew as an SVG picture, its long lines wrapped; a terminal does that itself, a picture cuts them off.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    console = Console(record=True, file=io.StringIO(), width=100, highlight=False)
+    for part in page:
+        console.print(part)
+    try:
+        console.save_svg(str(path), title="tiercel demo")
+    except OSError as error:
+        raise UserError(f"cannot write the picture {path}: {error.strerror}") from error
 
 
 def percent(value: float | None, digits: int = 0) -> str:
