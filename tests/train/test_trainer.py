@@ -20,6 +20,7 @@ from tiercel.train.data import (
     split_held_out,
     token_batches,
 )
+from tiercel.train.hidden_states import HiddenStateCache
 from tiercel.train.trainer import Progress, TrainConfig, Trainer
 
 CONFIG = TrainConfig(
@@ -38,7 +39,7 @@ def conversations(toy_target: LoadedTarget) -> list[Conversation]:
 
 def trainer(target: LoadedTarget, data: list[Conversation], out: Path, config: TrainConfig = CONFIG) -> Trainer:
     decoder = load_decoder(target.checkpoint, torch.bfloat16, torch.device("cpu"))
-    return Trainer(target.checkpoint, decoder, data, out, config, ["toy"])
+    return Trainer(target.checkpoint, decoder, data, out, out / "cache", config, ["toy"])
 
 
 def test_training_learns_keeps_the_best_and_writes_its_settings(
@@ -89,8 +90,65 @@ def test_a_folder_of_another_run_is_refused(
     trainer(toy_target, conversations, tmp_path, dataclasses.replace(CONFIG, tokens=200)).run(lambda p: None)
     with pytest.raises(UserError, match="other settings"):
         trainer(toy_target, conversations, tmp_path, dataclasses.replace(CONFIG, layers=2))
-    with pytest.raises(UserError, match="other data"):
-        trainer(toy_target, conversations[:-1], tmp_path)
+
+
+def test_hidden_states_are_found_again_by_their_tokens(
+    toy_target: LoadedTarget, conversations: list[Conversation], tmp_path: Path
+) -> None:
+    def states(data: list[Conversation], folder: Path) -> torch.Tensor:
+        decoder = load_decoder(toy_target.checkpoint, torch.bfloat16, torch.device("cpu"))
+        return HiddenStateCache(folder, decoder, toy_target.checkpoint.fingerprint, data).batch(list(range(len(data))))
+
+    first = states(conversations[:6], tmp_path / "kept")
+    size = (tmp_path / "kept" / "hidden.bf16").stat().st_size
+    assert size == sum(map(len, conversations[:6])) * toy_target.checkpoint.description.hidden_size * 2
+    assert torch.equal(states(conversations[5::-1], tmp_path / "kept").flip(0), first)
+    assert (tmp_path / "kept" / "hidden.bf16").stat().st_size == size
+    # A run that died while it wrote leaves half a row and half a line.
+    for name, rest in (("hidden.bf16", b"xyz"), ("index.jsonl", b'{"conv')):
+        with (tmp_path / "kept" / name).open("ab") as file:
+            file.write(rest)
+    whole = states(conversations, tmp_path / "kept")
+    assert torch.equal(whole, states(conversations, tmp_path / "fresh"))
+    assert torch.equal(whole, states(conversations, tmp_path / "kept"))
+
+
+def test_a_cache_damaged_or_of_another_target_is_refused(
+    toy_target: LoadedTarget, conversations: list[Conversation], tmp_path: Path
+) -> None:
+    HiddenStateCache(tmp_path, toy_target.decoder, "a", conversations).batch([0])
+    with pytest.raises(UserError, match="another target"):
+        HiddenStateCache(tmp_path, toy_target.decoder, "b", conversations)
+    (tmp_path / "hidden.bf16").write_bytes(b"")
+    with pytest.raises(UserError, match="shorter than its index"):
+        HiddenStateCache(tmp_path, toy_target.decoder, "a", conversations)
+
+
+def test_a_run_goes_on_from_another_draft(
+    toy_target: LoadedTarget, conversations: list[Conversation], tmp_path: Path
+) -> None:
+    first = trainer(toy_target, conversations, tmp_path / "first")
+    first.run(lambda p: None)
+    config = dataclasses.replace(CONFIG, init=str(tmp_path / "first" / "best"), draft_vocab_size=150, tokens=600)
+    second = trainer(toy_target, conversations, tmp_path / "second", config)
+    assert not second.is_tied
+    assert len(second.draft.d2t) == 150
+    for ours, theirs in zip(
+        second.draft.layers.parameters(),
+        load_draft(tmp_path / "first" / "best", toy_target.checkpoint, toy_target.decoder).layers.parameters(),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs.float())
+    assert all(p.requires_grad for p in second.draft.layers.parameters())
+    seen: list[Progress] = []
+    second.run(seen.append)
+    fresh: list[Progress] = []
+    trainer(toy_target, conversations, tmp_path / "fresh", dataclasses.replace(CONFIG, tokens=200)).run(fresh.append)
+    assert sum(seen[0].losses.cross_entropy) < 0.9 * sum(fresh[0].losses.cross_entropy)
+    provenance = json.loads((tmp_path / "second" / "best" / "config.json").read_text())["provenance"]
+    assert provenance["init"] == json.loads((tmp_path / "first" / "best" / "config.json").read_text())["provenance"]
+    with pytest.raises(UserError, match="another shape"):
+        trainer(toy_target, conversations, tmp_path / "third", dataclasses.replace(config, layers=2))
 
 
 def test_reading_conversations(tmp_path: Path) -> None:

@@ -22,10 +22,15 @@ def command(
     data: Annotated[
         list[Path], typer.Option(help="JSON lines with prompt_token_ids and response_token_ids; repeatable.")
     ],
-    out: Annotated[
-        Path, typer.Option(help="Folder for checkpoints, log and cached hidden states; resumes if it holds a run.")
-    ],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints and log; resumes if it holds a run.")],
     target: Annotated[str, typer.Option(help="The model to draft for.")] = options.DEFAULT,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder of hidden states, OUT/cache by default; runs with other data may share it."),
+    ] = None,
+    init: Annotated[
+        str | None, typer.Option(help="Start from this draft's layers: a folder, or the name of a shipped draft.")
+    ] = None,
     layers: Annotated[int, typer.Option(min=1, help="MTP layers.")] = _DEFAULTS.layers,
     tokens: Annotated[int, typer.Option(min=1, help="Trained tokens in all.")] = _DEFAULTS.tokens,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = _DEFAULTS.learning_rate,
@@ -33,6 +38,9 @@ def command(
         float, typer.Option(help="Share of the tokens after which the layers part.")
     ] = _DEFAULTS.untie_at,
     decay: Annotated[float, typer.Option(help="Share of the tokens over which the rate falls.")] = _DEFAULTS.decay,
+    prompt_share: Annotated[
+        float, typer.Option(help="Share of prompt tokens whose prediction counts, beside all of the answer's.")
+    ] = _DEFAULTS.prompt_share,
     batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens per step, about.")] = _DEFAULTS.batch_tokens,
     draft_vocab_size: Annotated[
         int, typer.Option(min=1, help="Tokens the draft can propose.")
@@ -60,10 +68,14 @@ def command(
         held_out=held_out,
         evaluate_every=evaluate_every,
         seed=seed,
+        init=init,
+        prompt_share=prompt_share,
     )
     conversations = read_conversations(data, vocab_size, config.max_length)
     decoder = load_decoder(checkpoint, torch.bfloat16, torch.device("cpu"))
-    run = trainer.Trainer(checkpoint, decoder, conversations, out, config, [path.name for path in data])
+    run = trainer.Trainer(
+        checkpoint, decoder, conversations, out, cache or out / "cache", config, [path.name for path in data]
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task("training", total=tokens, completed=run.tokens)

@@ -52,6 +52,26 @@ def read_description(folder: Path) -> MtpDescription:
     Raises:
         UserError: no such folder, or not a draft of this format.
     """
+    config = _read_config(folder)
+    try:
+        body = dict(config["body"], eos_token_ids=tuple(config["body"]["eos_token_ids"]))
+        fields = {name: config[name] for name in MtpDescription.__dataclass_fields__ if name != "body"}
+        return MtpDescription(body=ModelDescription(**body), **fields)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"draft {folder}: config.json lacks or misnames a setting ({error})") from error
+
+
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """How the draft in ``folder`` came about, as ``save_draft`` was told.
+
+    Raises:
+        UserError: no such folder, or not a draft of this format.
+    """
+    found: dict[str, Any] = _read_config(folder).get("provenance", {})
+    return found
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -63,12 +83,7 @@ def read_description(folder: Path) -> MtpDescription:
         raise UserError(
             f"draft {folder}: config.json does not say format {FORMAT!r}; give a folder made by `tiercel train`"
         )
-    try:
-        body = dict(config["body"], eos_token_ids=tuple(config["body"]["eos_token_ids"]))
-        fields = {name: config[name] for name in MtpDescription.__dataclass_fields__ if name != "body"}
-        return MtpDescription(body=ModelDescription(**body), **fields)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"draft {folder}: config.json lacks or misnames a setting ({error})") from error
+    return config
 
 
 def resolve_draft(name: str, target: Checkpoint) -> Path:

@@ -18,7 +18,7 @@ from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.decoder import Decoder
 from tiercel.models.description import MtpDescription
 from tiercel.models.mtp import MtpDraft, MtpLayer
-from tiercel.models.mtp_checkpoint import save_draft
+from tiercel.models.mtp_checkpoint import load_draft, read_description, read_provenance, resolve_draft, save_draft
 from tiercel.train.data import Conversation, draft_vocabulary, pad, split_held_out, token_batches
 from tiercel.train.hidden_states import HiddenStateCache
 from tiercel.train.objective import Acceptance, LayerLosses, layer_losses, measure
@@ -42,6 +42,8 @@ class TrainConfig:
         held_out: greedy conversations set aside to measure acceptance.
         evaluate_every: steps between two measurements (each also saves the state).
         seed: of the order of batches.
+        init: a draft (folder, or name of a shipped one) whose layers this run starts from; they are apart from the start, so
+            ``untie_at`` has no say. The draft vocabulary still comes from this run's data.
 
     Raises:
         UserError: a value is outside its range; the message names the setting.
@@ -60,6 +62,7 @@ class TrainConfig:
     held_out: int = 60
     evaluate_every: int = 100
     seed: int = 0
+    init: str | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -96,7 +99,10 @@ class Progress:
 class Trainer:
     """Trains a draft for one target; ``run`` resumes where the state in ``out`` stopped.
 
-    ``out`` receives ``best/`` (a draft folder), ``state.pt`` (resume), ``log.jsonl`` and ``cache/`` (hidden states).
+    ``out`` receives ``best/`` (a draft folder), ``state.pt`` (resume) and ``log.jsonl``; ``cache`` keeps hidden states.
+
+    Raises:
+        UserError: too little data, a cache or state that belongs to something else, or an ``init`` that does not fit.
     """
 
     def __init__(
@@ -105,15 +111,21 @@ class Trainer:
         target: Decoder,
         conversations: list[Conversation],
         out: Path,
+        cache: Path,
         config: TrainConfig,
         data_names: list[str],
     ) -> None:
         self.target, self.out, self.config, self.data_names = target, out, config, data_names
         self.conversations, self.held_out = split_held_out(conversations, config.held_out)
-        self.cache = HiddenStateCache(out / "cache", target, checkpoint.fingerprint, self.conversations + self.held_out)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
+        self.cache = HiddenStateCache(cache, target, checkpoint.fingerprint, self.conversations + self.held_out)
         first = self.cache.batch(list(range(min(8, len(self.conversations))))).float()
         self.input_rms = float(first[first.abs().sum(-1) > 0].square().mean(-1).sqrt().mean())
         self.draft = new_draft(checkpoint, target, self.conversations, config, self.input_rms)
+        self.init_provenance = self._start_from(config.init, checkpoint) if config.init else None
         self.step, self.tokens, self.best_length = 0, 0, 0.0
         self.optimizers = self._new_optimizers()
         if (out / "state.pt").exists():
@@ -128,6 +140,17 @@ class Trainer:
                 report(self._step(indices))
                 if self.tokens >= self.config.tokens:
                     break
+
+    def _start_from(self, init: str, checkpoint: Checkpoint) -> dict[str, Any]:
+        folder = resolve_draft(init, checkpoint)
+        theirs, mine = read_description(folder), self.draft.description
+        if replace(theirs, draft_vocab_size=mine.draft_vocab_size) != mine:
+            raise UserError(
+                f"draft {folder} has another shape than {mine.num_layers} MTP layers of this target: fit --layers to it"
+            )
+        self.draft.layers = nn.ModuleList(MtpLayer(mine) for _ in range(mine.num_layers))
+        self.draft.layers.load_state_dict(load_draft(folder, checkpoint, self.target).layers.state_dict())
+        return read_provenance(folder)
 
     def _place(self) -> tuple[int, int]:
         # Every epoch has as many batches as the first: their sizes depend on the lengths alone.
@@ -215,6 +238,7 @@ class Trainer:
     def _provenance(self, acceptance: Acceptance) -> dict[str, Any]:
         return {
             "settings": asdict(self.config),
+            "init": self.init_provenance,
             "data": self.data_names,
             "conversations": len(self.conversations),
             "steps": self.step,
