@@ -15,7 +15,7 @@ help:  ## show this list
 
 setup: $(STAMP)  ## install into .venv
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard tiercel/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -39,4 +39,4 @@ fmt: $(STAMP)  ## format the code
 	$(BIN)/ruff format .
 
 clean:  ## remove what was built (not the model)
-	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist tiercel/native/*.so demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,9 @@ from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import LoadedTarget, load_target
 from tiercel.engine.llm import LLM
 from tiercel.engine.outputs import RequestOutput
-from tiercel.models.attention import DenseAttention
+from tiercel.kvcache.rows import Rows, Segment
+from tiercel.kvcache.storage import KvStorage
+from tiercel.models.step import StepInput
 
 TIE = 1e-4
 
@@ -93,8 +95,14 @@ def difference(target: LoadedTarget, plain: RequestOutput, ours: RequestOutput) 
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain.token_ids), len(ours.token_ids)))
     device = target.placement.device
     ids = torch.tensor(prompt_ids[plain.request_id] + plain.token_ids[:at], device=device)
-    hidden = target.decoder(ids, torch.arange(len(ids), device=device), DenseAttention(1))
-    best = target.decoder.logits(hidden[-1:])[0].topk(2).values
+    slots = torch.arange(len(ids))
+    rows = Rows([Segment(0, len(ids), slots)], device)
+    shape, dtype = target.model.description, target.placement.dtype
+    storages = [KvStorage(len(ids), shape.num_kv_heads, shape.head_dim, dtype, device) for _ in range(shape.num_layers)]
+    step = StepInput(rows, ids, torch.tensor([len(ids) - 1], device=device), with_logits=True)
+    logits = target.model.run(step, storages).logits
+    assert logits is not None
+    best = logits[0].topk(2).values
     return Difference(request_id=plain.request_id, at=at, gap=float(best[0] - best[1]))
 
 

@@ -17,6 +17,7 @@ import torch
 import typer
 
 from tiercel.core.sampling_params import SamplingParams
+from tiercel.models.step import best_ids
 from tiercel.speculative.sampling import GumbelNoise, RowSampling, choose, filtered_logits
 from tiercel.speculative.verify import accept_chain
 
@@ -50,6 +51,10 @@ def main(
     sys.exit(any(row["total_variation"] >= BOUND for row in found.values()))
 
 
+def chosen(logits: torch.Tensor, rows: list[RowSampling], noise: GumbelNoise) -> torch.Tensor:
+    return choose(best_ids(logits), logits, rows, noise)
+
+
 def measure(params: SamplingParams, trials: int) -> tuple[float, float]:
     """Distance of the empirical pair distribution from the exact one, and the share of accepted drafts."""
     noise, first, chunk = GumbelNoise(VOCAB), 0, 2000
@@ -57,14 +62,14 @@ def measure(params: SamplingParams, trials: int) -> tuple[float, float]:
     for start in range(0, trials, chunk):
         seeds = range(start, min(start + chunk, trials))
         here, after = ([RowSampling(params, seed, position) for seed in seeds] for position in (5, 6))
-        drafts = choose(DRAFT[first].expand(len(here), VOCAB), here, noise)
-        now = choose(TARGET[first].expand(len(here), VOCAB), here, noise)
-        if_right = choose(TARGET[drafts], after, noise)
+        drafts = chosen(DRAFT[first].expand(len(here), VOCAB), here, noise)
+        now = chosen(TARGET[first].expand(len(here), VOCAB), here, noise)
+        if_right = chosen(TARGET[drafts], after, noise)
         rounds = torch.stack((now, if_right), 1).tolist()
         verdict = accept_chain([[d] for d in drafts.tolist()], rounds)
         accepted += sum(verdict.num_correct_drafts_per_req_cpu)
         # Where the draft was wrong the bonus token is the first of the pair, and the next round makes the second.
-        next_round = choose(TARGET[now], after, noise).tolist()
+        next_round = chosen(TARGET[now], after, noise).tolist()
         for i, correct in enumerate(verdict.num_correct_drafts_per_req_cpu):
             bonus = verdict.bonus_token_ids[i]
             pair = (verdict.draft_token_ids[i][0], bonus) if correct else (bonus, next_round[i])

@@ -76,7 +76,7 @@ def toy_checkpoint(toy_model: Path) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def toy_target(toy_model: Path) -> LoadedTarget:
-    return load_target(EngineConfig(model=str(toy_model)), SpecConfig(method="none"))
+    return load_target(EngineConfig(model=str(toy_model), enforce_eager=True), SpecConfig(method="none"))
 
 
 def random_draft(
@@ -100,7 +100,7 @@ def random_draft(
     for parameter in draft.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    draft.share(target.decoder)
+    draft.share(target.model.decoder)
     return draft.requires_grad_(False)
 
 
@@ -126,3 +126,15 @@ def toy_draft(toy_target: LoadedTarget, tmp_path_factory: pytest.TempPathFactory
 def smollm2() -> Path:
     """The default model; `make test` fetches it first, and without it these tests fail rather than skip."""
     return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def real_target(smollm2: Path) -> LoadedTarget:
+    """The default model as PyTorch modules."""
+    return load_target(EngineConfig(model=str(smollm2), enforce_eager=True), SpecConfig(method="none"))
+
+
+@pytest.fixture(scope="session")
+def real_native(smollm2: Path) -> LoadedTarget:
+    """The default model in the CPU library."""
+    return load_target(EngineConfig(model=str(smollm2)), SpecConfig(method="none"))

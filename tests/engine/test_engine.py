@@ -264,9 +264,9 @@ def test_nan_in_a_run_delivers_what_plain_decoding_delivers(
 ) -> None:
     answer, real = plain(toy_target), target_runner.choose
 
-    def choose(logits: torch.Tensor, how: list[RowSampling], noise: GumbelNoise) -> torch.Tensor:
-        sick = torch.tensor([row.position == len(PROMPT) + at for row in how])
-        return torch.where(sick, -1, real(logits, how, noise))
+    def choose(best: torch.Tensor, logits: object, how: list[RowSampling], noise: GumbelNoise) -> torch.Tensor:
+        sick = torch.tensor([row.position == len(PROMPT) + at for row in how], dtype=torch.bool)
+        return torch.where(sick, -1, real(best, logits, how, noise))
 
     monkeypatch.setattr(target_runner, "choose", choose)
     engine = scripted_engine(toy_target, perfect({"a": answer}), 3)

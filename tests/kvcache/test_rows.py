@@ -3,7 +3,7 @@ import math
 import torch
 
 from tiercel.kvcache.manager import KvCacheManager
-from tiercel.kvcache.rows import PagedAttention, Segment
+from tiercel.kvcache.rows import PagedAttention, Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -39,7 +39,8 @@ def test_ragged_rows_match_a_row_by_row_reference() -> None:
     spans = {"a": (0, 5), "b": (9, 10), "c": (17, 21)}
     storage, known = filled(kv, {name: end for name, (_, end) in spans.items()}, generator)
     segments = [Segment(s, e, kv.slots(name)) for name, (s, e) in spans.items()]
-    attention = PagedAttention(segments, [storage], HEADS // KV_HEADS, CPU)
+    rows = Rows(segments, CPU)
+    attention = PagedAttention(rows, [storage], HEADS // KV_HEADS)
     count = sum(e - s for s, e in spans.values())
     q, k, v = (torch.randn(count, h, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS))
     out = attention(0, q, k, v)
@@ -52,7 +53,7 @@ def test_ragged_rows_match_a_row_by_row_reference() -> None:
             expected = reference(q[row], keys[: position + 1], values[: position + 1])
             torch.testing.assert_close(out[row], expected, atol=1e-5, rtol=1e-5)
             row += 1
-    assert attention.positions.tolist() == [p for s, e in spans.values() for p in range(s, e)]
+    assert rows.positions.tolist() == [p for s, e in spans.values() for p in range(s, e)]
 
 
 def test_a_neighbours_nan_stays_with_the_neighbour() -> None:
@@ -62,7 +63,8 @@ def test_a_neighbours_nan_stays_with_the_neighbour() -> None:
     storage.keys[kv.slots("sick")] = math.nan
     storage.values[kv.slots("sick")] = math.nan
     segments = [Segment(11, 12, kv.slots("sick")), Segment(1, 3, kv.slots("well"))]
-    attention = PagedAttention(segments, [storage], HEADS // KV_HEADS, CPU)
+    rows = Rows(segments, CPU)
+    attention = PagedAttention(rows, [storage], HEADS // KV_HEADS)
     q, k, v = (torch.randn(3, h, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS))
     out = attention(0, q, k, v)
     assert out[0].isnan().all()

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from tiercel.kvcache.manager import KvCacheManager
-from tiercel.kvcache.rows import PagedAttention, Segment
+from tiercel.kvcache.rows import PagedAttention, Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.attention import DenseAttention
 from tiercel.models.decoder import Decoder
@@ -50,8 +50,9 @@ def paged(
         kv.reserve(name, start + len(ids))
         segments.append(Segment(start, start + len(ids), kv.slots(name)))
         tokens += ids
-    attention = PagedAttention(segments, storages, shape.num_heads // shape.num_kv_heads, CPU)
-    return decoder.logits(decoder(torch.tensor(tokens), attention.positions, attention))
+    rows = Rows(segments, CPU)
+    attention = PagedAttention(rows, storages, shape.num_heads // shape.num_kv_heads)
+    return decoder.logits(decoder(torch.tensor(tokens), rows.positions, attention))
 
 
 def storages_for(decoder: Decoder, slots: int) -> list[KvStorage]:

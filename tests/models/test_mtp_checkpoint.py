@@ -18,7 +18,7 @@ from tiercel.models.mtp_checkpoint import load_draft, resolve_draft, save_draft
 def test_a_draft_survives_saving_up_to_bfloat16(toy_target: LoadedTarget, tmp_path: Path) -> None:
     draft = random_draft(toy_target)
     save_draft(draft, tmp_path, {"note": "kept"})
-    back = load_draft(tmp_path, toy_target.checkpoint, toy_target.decoder)
+    back = load_draft(tmp_path, toy_target.checkpoint, toy_target.model.decoder)
     assert back.description == draft.description
     assert torch.equal(back.target_ids, draft.target_ids)
     for (name, ours), theirs in zip(back.layers.named_parameters(), draft.layers.parameters(), strict=True):
@@ -30,8 +30,8 @@ def test_a_draft_survives_saving_up_to_bfloat16(toy_target: LoadedTarget, tmp_pa
 def test_embedding_is_shared_and_the_head_cut_to_the_draft_vocabulary(
     toy_target: LoadedTarget, toy_draft: Path
 ) -> None:
-    draft = load_draft(toy_draft, toy_target.checkpoint, toy_target.decoder)
-    weight = toy_target.decoder.embed_tokens.weight
+    draft = load_draft(toy_draft, toy_target.checkpoint, toy_target.model.decoder)
+    weight = toy_target.model.decoder.embed_tokens.weight
     assert draft.embedding is not None
     assert draft.head is not None
     assert draft.embedding.data_ptr() == weight.data_ptr()
@@ -97,7 +97,7 @@ def test_a_draft_that_does_not_fit_is_named_in_one_line(
 ) -> None:
     damage(copy)
     with pytest.raises(UserError) as error:
-        load_draft(copy, toy_target.checkpoint, toy_target.decoder)
+        load_draft(copy, toy_target.checkpoint, toy_target.model.decoder)
     assert named in str(error.value)
     assert "\n" not in str(error.value)
 

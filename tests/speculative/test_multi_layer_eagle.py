@@ -13,6 +13,7 @@ from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import Engine, LoadedTarget
 from tiercel.models.attention import DenseAttention
 from tiercel.models.mtp import MtpDraft
+from tiercel.models.step import eager_draft
 from tiercel.speculative import registry
 from tiercel.speculative.base_worker import SpecWorker
 from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
@@ -26,7 +27,7 @@ def reference_drafts(target: LoadedTarget, draft: MtpDraft, token_ids: list[int]
     """Drafts after ``token_ids``: every layer runs over the whole text, unknown tokens being the drafts before."""
     rows = len(token_ids) - 1
     attention, positions = DenseAttention(1), torch.arange(rows)
-    hidden = first = target.decoder(torch.tensor(token_ids[:-1]), positions, attention)
+    hidden = first = target.model.decoder(torch.tensor(token_ids[:-1]), positions, attention)
     drafts: list[int] = []
     for i in range(depth):
         known = [*token_ids, *drafts]
@@ -41,7 +42,7 @@ def engine_with(
     target: LoadedTarget, draft: MtpDraft, config: EngineConfig, *, num_steps: int = 3, exact_kv: bool = True
 ) -> Engine:
     def build(context: WorkerContext) -> SpecWorker:
-        return MultiLayerEagleWorker(context.target, draft, num_steps, exact_kv=exact_kv)
+        return MultiLayerEagleWorker(context.target, eager_draft(draft), num_steps, exact_kv=exact_kv)
 
     before = registry.WORKERS["none"]
     registry.WORKERS["none"] = build

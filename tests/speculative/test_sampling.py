@@ -4,6 +4,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tiercel.core.sampling_params import SamplingParams
+from tiercel.models.step import best_ids
 from tiercel.speculative.sampling import GumbelNoise, RowSampling, choose, filtered_logits
 
 MODES = [
@@ -28,12 +29,18 @@ def test_filters_equal_transformers(params: SamplingParams) -> None:
         torch.testing.assert_close(filtered_logits(logits, params), scores[0])
 
 
+def chosen(
+    logits: torch.Tensor, rows: list[RowSampling], noise: GumbelNoise, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    return choose(best_ids(logits), logits, rows, noise, ids)
+
+
 @pytest.mark.parametrize("params", MODES)
 def test_a_draw_follows_the_softmax(params: SamplingParams) -> None:
     logits = torch.tensor([1.0, 0.3, -0.5, 0.9])
     noise, trials = GumbelNoise(4), 20_000
     rows = [RowSampling(params, seed, 7) for seed in range(trials)]
-    drawn = choose(logits.expand(trials, 4), rows, noise)
+    drawn = chosen(logits.expand(trials, 4), rows, noise)
     share = np.bincount(drawn.numpy(), minlength=4) / trials
     expected = filtered_logits(logits, params).softmax(-1).numpy()
     assert np.abs(share - expected).sum() / 2 < 0.02
@@ -52,9 +59,9 @@ def test_the_likeliest_token_survives_any_top_p() -> None:
 def test_greedy_is_the_argmax_and_nan_is_marked() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, torch.nan, 1.0]])
     greedy = RowSampling(SamplingParams(), 0, 0)
-    assert choose(logits, [greedy, greedy], GumbelNoise(3)).tolist() == [1, -1]
+    assert chosen(logits, [greedy, greedy], GumbelNoise(3)).tolist() == [1, -1]
     warm = RowSampling(SamplingParams(temperature=1.0), 0, 0)
-    assert choose(logits, [warm, warm], GumbelNoise(3)).tolist()[1] == -1
+    assert chosen(logits, [warm, warm], GumbelNoise(3)).tolist()[1] == -1
 
 
 def test_noise_belongs_to_seed_and_position_alone() -> None:
@@ -76,4 +83,4 @@ def test_a_reduced_vocabulary_shares_the_noise_of_the_full_one() -> None:
     full[0, ids] = torch.tensor([0.2, 0.1, 0.3])
     for seed in range(200):
         row = [RowSampling(params, seed, 3)]
-        assert choose(full[:, ids], row, noise, ids).tolist() == choose(full, row, noise).tolist()
+        assert chosen(full[:, ids], row, noise, ids).tolist() == chosen(full, row, noise).tolist()

@@ -30,8 +30,8 @@ def test_the_fused_loss_and_its_gradient_equal_autograd(monkeypatch: pytest.Monk
 def greedy(target: LoadedTarget, prompt: list[int], count: int) -> list[int]:
     ids = list(prompt)
     for _ in range(count):
-        hidden = target.decoder(torch.tensor(ids), torch.arange(len(ids)), DenseAttention(1))
-        ids.append(int(target.decoder.logits(hidden[-1:]).argmax()))
+        hidden = target.model.decoder(torch.tensor(ids), torch.arange(len(ids)), DenseAttention(1))
+        ids.append(int(target.model.decoder.logits(hidden[-1:]).argmax()))
     return ids
 
 
@@ -58,7 +58,8 @@ def test_the_walk_counts_what_serving_counts(toy_target: LoadedTarget) -> None:
     answers = [Conversation((*p, *r.output_token_ids), len(p), True) for p, r in zip(prompts, reqs, strict=True)]
     with torch.inference_mode():
         hidden = [
-            toy_target.decoder(torch.tensor(c.token_ids), torch.arange(len(c)), DenseAttention(1)) for c in answers
+            toy_target.model.decoder(torch.tensor(c.token_ids), torch.arange(len(c)), DenseAttention(1))
+            for c in answers
         ]
     found = measure(draft, answers, hidden)
     served = sum(sum(r.spec.correct) for r in reqs)
@@ -72,15 +73,15 @@ def test_losses_weigh_each_row_by_the_token_it_predicts(toy_target: LoadedTarget
     draft.requires_grad_(True)
     ids = torch.randint(0, 250, (2, 12))
     with torch.inference_mode():
-        hidden = toy_target.decoder(ids.flatten(), torch.arange(12).repeat(2), DenseAttention(2)).view(2, 12, -1)
+        hidden = toy_target.model.decoder(ids.flatten(), torch.arange(12).repeat(2), DenseAttention(2)).view(2, 12, -1)
     hidden = hidden.clone()
     weights = torch.zeros(2, 12)
     weights[1, 7] = 1.0  # only the prediction of token 7 of the second text counts
-    losses = layer_losses(draft, toy_target.decoder, ids, hidden, weights)
+    losses = layer_losses(draft, toy_target.model.decoder, ids, hidden, weights)
     for i, out in enumerate(draft_outputs(draft, ids, hidden)):
         row = 12 + 7 - 2 - i
         q = draft.logits(i, out[row]).log_softmax(-1)
-        teacher = toy_target.decoder.norm(hidden[1, 6]).detach()
+        teacher = toy_target.model.decoder.norm(hidden[1, 6]).detach()
         assert draft.head is not None
         p = F.linear(teacher, draft.head).softmax(-1)
         assert losses.cross_entropy[i] == pytest.approx(float(-(p * q).sum().detach()), rel=1e-4)

@@ -55,7 +55,7 @@ def test_training_learns_keeps_the_best_and_writes_its_settings(
     config = json.loads((tmp_path / "best" / "config.json").read_text())
     assert config["provenance"]["settings"] == dataclasses.asdict(run.config)
     assert config["provenance"]["held_out"]["acceptance_length"] == best
-    draft = load_draft(tmp_path / "best", toy_target.checkpoint, toy_target.decoder)
+    draft = load_draft(tmp_path / "best", toy_target.checkpoint, toy_target.model.decoder)
     assert draft.description.num_layers == 3
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == list(range(1, run.step + 1))
@@ -116,12 +116,12 @@ def test_hidden_states_are_found_again_by_their_tokens(
 def test_a_cache_damaged_or_of_another_target_is_refused(
     toy_target: LoadedTarget, conversations: list[Conversation], tmp_path: Path
 ) -> None:
-    HiddenStateCache(tmp_path, toy_target.decoder, "a", conversations).batch([0])
+    HiddenStateCache(tmp_path, toy_target.model.decoder, "a", conversations).batch([0])
     with pytest.raises(UserError, match="another target"):
-        HiddenStateCache(tmp_path, toy_target.decoder, "b", conversations)
+        HiddenStateCache(tmp_path, toy_target.model.decoder, "b", conversations)
     (tmp_path / "hidden.bf16").write_bytes(b"")
     with pytest.raises(UserError, match="shorter than its index"):
-        HiddenStateCache(tmp_path, toy_target.decoder, "a", conversations)
+        HiddenStateCache(tmp_path, toy_target.model.decoder, "a", conversations)
 
 
 def test_a_run_goes_on_from_another_draft(
@@ -135,7 +135,7 @@ def test_a_run_goes_on_from_another_draft(
     assert len(second.draft.d2t) == 150
     for ours, theirs in zip(
         second.draft.layers.parameters(),
-        load_draft(tmp_path / "first" / "best", toy_target.checkpoint, toy_target.decoder).layers.parameters(),
+        load_draft(tmp_path / "first" / "best", toy_target.checkpoint, toy_target.model.decoder).layers.parameters(),
         strict=True,
     ):
         assert torch.equal(ours, theirs.float())

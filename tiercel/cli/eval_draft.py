@@ -17,10 +17,12 @@ from tiercel.core.acceptance import SpecCounts
 from tiercel.core.config import EngineConfig, SpecConfig
 from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
-from tiercel.engine.engine import LoadedTarget, load_target
+from tiercel.engine.engine import load_target
 from tiercel.engine.llm import LLM
 from tiercel.engine.outputs import RequestOutput
 from tiercel.models.attention import DenseAttention
+from tiercel.models.decoder import Decoder
+from tiercel.models.loading import load_decoder
 from tiercel.models.mtp import MtpDraft
 from tiercel.models.mtp_checkpoint import load_draft, resolve_draft
 from tiercel.train.data import Conversation
@@ -60,10 +62,11 @@ def command(
         served = _served(rows, outputs, depth)
         chosen = outputs[:: max(1, len(outputs) // teacher_forced)][:teacher_forced]
         prompt_ids = {row.request_id: llm.encode(row.text) for row in rows}
-    layers = load_draft(resolve_draft(draft, target.checkpoint), target.checkpoint, target.decoder)
+    decoder = load_decoder(target.checkpoint, target.placement.dtype, target.placement.device)
+    layers = load_draft(resolve_draft(draft, target.checkpoint), target.checkpoint, decoder)
     layers.layers = layers.layers[:depth]  # rounds of the walk are as deep as those that were served
     long_enough = max(len(output.token_ids) for output in chosen) >= depth + 2  # the last layer can hit or miss
-    forced = _teacher_forced(target, layers, prompt_ids, chosen) if long_enough else None
+    forced = _teacher_forced(decoder, layers, prompt_ids, chosen) if long_enough else None
     result = {
         "num_steps": depth,
         "max_tokens": max_tokens,
@@ -106,16 +109,16 @@ def _numbers(counts: SpecCounts, depth: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _teacher_forced(
-    target: LoadedTarget, draft: MtpDraft, prompt_ids: dict[str, list[int]], outputs: list[RequestOutput]
+    decoder: Decoder, draft: MtpDraft, prompt_ids: dict[str, list[int]], outputs: list[RequestOutput]
 ) -> dict[str, Any]:
     answers, hidden, rounds = [], [], SpecCounts()
     for output in outputs:
         prompt = prompt_ids[output.request_id]
         ids = (*prompt, *output.token_ids)
-        on_device = torch.tensor(ids, device=target.placement.device)
-        positions = torch.arange(len(ids), device=target.placement.device)
+        on_device = torch.tensor(ids, device=draft.d2t.device)
+        positions = torch.arange(len(ids), device=draft.d2t.device)
         answers.append(Conversation(ids, len(prompt), greedy=True))
-        hidden.append(target.decoder(on_device, positions, DenseAttention(1)))
+        hidden.append(decoder(on_device, positions, DenseAttention(1)))
         spec = output.record.spec
         rounds.merge(SpecCounts(spec["per_step_drafted"], spec["per_step_accepted"], []))
     found = measure(draft, answers, hidden)

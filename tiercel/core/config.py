@@ -6,6 +6,7 @@ from pathlib import Path
 from tiercel.core.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("auto", "none", "q8_0")
 SPEC_METHODS = ("none", "multi-layer-eagle")
 TRACE_LEVELS = (0, 1, 2, 3)
 DEFAULT_MODEL = "smollm2-135m"
@@ -19,6 +20,10 @@ class EngineConfig:
         model: ``smollm2-135m``, a Hugging Face folder, a ``.gguf`` file, or ``hf:ORG/NAME``.
         dtype: ``auto`` is float32 on a CPU and bfloat16 on a GPU.
         device: ``auto``, ``cpu``, or ``cuda``.
+        quantization: ``auto`` runs matrices in the format the checkpoint holds them in where the CPU library can (elsewhere they
+            become ``dtype``); ``none`` turns them all into ``dtype``; ``q8_0`` also quantises float matrices, to 8 bits in
+            blocks of 32 (CPU library only).
+        enforce_eager: run PyTorch's modules one by one instead of recorded steps.
         kv_tokens: KV slots in the pool, shared by all requests; rounded down to whole pages.
         page_size: KV slots per page.
         max_batch_size: requests that run at once.
@@ -33,6 +38,8 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str = "auto"
+    enforce_eager: bool = False
     kv_tokens: int = 16384
     page_size: int = 16
     max_batch_size: int = 16
@@ -43,6 +50,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
         one_of("device", self.device, ("auto", "cpu", "cuda"))
+        one_of("quantization", self.quantization, QUANTIZATIONS)
+        if self.quantization == "q8_0" and (self.enforce_eager or self.dtype == "bfloat16" or self.device == "cuda"):
+            raise UserError(
+                "quantization='q8_0' needs the CPU library's recorded steps, which run in float32 on a CPU: drop "
+                "enforce_eager, dtype='bfloat16' and device='cuda', or choose quantization 'auto' or 'none'"
+            )
         for name in ("kv_tokens", "page_size", "max_batch_size", "max_prefill_tokens"):
             at_least("EngineConfig." + name, getattr(self, name), 1)
         for name in ("max_model_len", "num_threads"):

@@ -19,10 +19,9 @@ from tiercel.engine.outputs import StepOutput
 from tiercel.engine.scheduler import Scheduler
 from tiercel.kvcache.manager import KvCacheManager
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.decoder import Decoder
 from tiercel.models.hub import resolve_model
-from tiercel.models.loading import load_decoder
-from tiercel.models.opening import open_checkpoint
+from tiercel.models.opening import load_model, open_checkpoint
+from tiercel.models.step import Target
 from tiercel.observability.pipeline import open_pipeline
 from tiercel.observability.records import RequestRecord, request_record
 from tiercel.observability.req_time_stats import ReqTimeStats, set_time_batch
@@ -36,7 +35,7 @@ class LoadedTarget:
     """A target in memory; several engines of one process may share it, since weights never change."""
 
     checkpoint: Checkpoint
-    decoder: Decoder
+    model: Target
     placement: Placement
 
 
@@ -49,7 +48,7 @@ def load_target(config: EngineConfig, spec: SpecConfig) -> LoadedTarget:
     checkpoint = open_checkpoint(resolve_model(config.model))
     check_spec(spec, checkpoint)
     placement = place(config)
-    return LoadedTarget(checkpoint, load_decoder(checkpoint, placement.dtype, placement.device), placement)
+    return LoadedTarget(checkpoint, load_model(checkpoint, config, placement), placement)
 
 
 class Engine:
@@ -76,7 +75,7 @@ class Engine:
     ) -> None:
         target = target or load_target(config, spec)
         kv = KvCacheManager(config.kv_tokens, config.page_size)
-        runner = TargetRunner(target.decoder, kv, target.placement)
+        runner = TargetRunner(target.model, kv, target.placement)
         worker = make_worker(WorkerContext(target.checkpoint, runner, spec))
         model_name = Path(config.model).name if "/" in config.model else config.model
         self._setup(config, target.checkpoint, worker, model_name, trace, exporters)

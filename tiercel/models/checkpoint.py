@@ -13,6 +13,7 @@ from torch import Tensor
 from tiercel.core.errors import UserError
 from tiercel.models.description import ModelDescription
 from tiercel.models.tokenizer import Tokenizer
+from tiercel.native.matrix import Blocks
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,23 @@ class Checkpoint:
         open_tensors: streams ``(name, tensor)``; names are Hugging Face's without the leading ``model.``, values are
             dequantised (float32, or the file's own float type), q and k rows in the half-split RoPE order.
         open_tokenizer: builds the tokenizer.
+        open_weights: streams the same names with the values as the file holds them: matrices in a format of the CPU library
+            as ``Blocks``; None if ``open_tensors`` already gives what the file holds.
     """
 
     path: Path
     description: ModelDescription
     open_tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     open_tokenizer: Callable[[], Tokenizer]
+    open_weights: Callable[[], Iterator[tuple[str, Tensor | Blocks]]] | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the tensors, one in memory at a time."""
         return self.open_tensors()
+
+    def weights(self) -> Iterator[tuple[str, Tensor | Blocks]]:
+        """Stream the weights as the file holds them."""
+        return self.open_weights() if self.open_weights is not None else iter(self.open_tensors())
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -2,18 +2,22 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint, check_description
 from tiercel.models.description import ModelDescription
 from tiercel.models.tokenizer import tokenizer_from_gguf
+from tiercel.native.matrix import Blocks, Format
+
+Value = TypeVar("Value", bound=np.generic)
 
 ARCHITECTURES = ("llama",)
 TENSOR_TYPES = ("Q4_1", "Q4_0", "Q8_0", "F16", "BF16", "F32")
@@ -51,7 +55,11 @@ def open_gguf(path: Path) -> Checkpoint:
                 f"{path}: tensor {tensor.name!r} is {tensor.tensor_type.name}; supported are {', '.join(TENSOR_TYPES)}"
             )
     return Checkpoint(
-        path, description, lambda: _tensors(path, reader, description), lambda: tokenizer_from_gguf(str(path), fields)
+        path,
+        description,
+        lambda: _tensors(path, reader, description),
+        lambda: tokenizer_from_gguf(str(path), fields),
+        lambda: _weights(path, reader, description),
     )
 
 
@@ -115,11 +123,19 @@ def _tensors(path: Path, reader: GGUFReader, description: ModelDescription) -> I
     for tensor in reader.tensors:
         name = _published(path, tensor.name)
         values = dequantize(tensor.data, GGMLQuantizationType(tensor.tensor_type))
-        weight = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
-        heads = {"q_proj": description.num_heads, "k_proj": description.num_kv_heads}.get(name.split(".")[-2])
-        if heads is not None and weight.shape == (heads * description.head_dim, description.hidden_size):
-            weight = _half_split(weight, heads)  # of another shape it is not touched: whoever loads it refuses it
-        yield name, weight
+        values = np.array(_half_split(values, name, description), dtype=np.float32, order="C")
+        yield name, torch.from_numpy(values)
+
+
+def _weights(path: Path, reader: GGUFReader, description: ModelDescription) -> Iterator[tuple[str, Tensor | Blocks]]:
+    kept = {GGMLQuantizationType(int(f)): f for f in Format}
+    for tensor in reader.tensors:
+        name, kind = _published(path, tensor.name), GGMLQuantizationType(tensor.tensor_type)
+        if kind in kept and len(tensor.shape) == 2:
+            data = tensor.data.view(np.uint8).reshape(len(tensor.data), -1)
+            yield name, Blocks(kept[kind], int(tensor.shape[0]), _half_split(data, name, description))
+        else:
+            yield name, torch.from_numpy(np.array(dequantize(tensor.data, kind), dtype=np.float32, order="C"))
 
 
 def _published(path: Path, name: str) -> str:
@@ -133,7 +149,9 @@ def _published(path: Path, name: str) -> str:
     return f"{layer}{NAMES[stem]}.{kind}"
 
 
-def _half_split(weight: Tensor, heads: int) -> Tensor:
+def _half_split(rows: NDArray[Value], name: str, description: ModelDescription) -> NDArray[Value]:
     """Undo llama.cpp's row order: its converter interleaves the two halves of every head of q and k for RoPE."""
-    rows, columns = weight.shape
-    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+    heads = {"q_proj": description.num_heads, "k_proj": description.num_kv_heads}.get(name.split(".")[-2])
+    if heads is None or len(rows) != heads * description.head_dim:
+        return rows  # of another shape it is not touched: whoever loads it refuses it
+    return rows.reshape(heads, description.head_dim // 2, 2, -1).swapaxes(1, 2).reshape(len(rows), -1)

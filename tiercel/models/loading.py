@@ -1,6 +1,7 @@
 """Copy named checkpoint tensors into modules: every parameter exactly once, every tensor used or named."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,9 @@ from torch import Tensor, nn
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.decoder import Decoder, empty_decoder
+from tiercel.native.matrix import Blocks
+
+Weight = TypeVar("Weight", Tensor, Tensor | Blocks)
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -31,24 +35,35 @@ def fill(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -
     """Copy ``tensors`` (published names) into the parameters of ``module``; values are cast to each parameter's dtype.
 
     Raises:
-        UserError: naming the tensor and ``where`` it came from.
+        UserError: see ``matched``.
     """
     targets = published_tensors(module)
-    for name, tensor in tensors:
-        target = targets.pop(name, None)
-        if target is None:
+    for name, tensor in matched(tensors, {name: tuple(t.shape) for name, t in targets.items()}, where):
+        targets[name].copy_(tensor)
+
+
+def matched(
+    weights: Iterable[tuple[str, Weight]], expected: Mapping[str, tuple[int, ...]], where: str
+) -> Iterator[tuple[str, Weight]]:
+    """Pass ``weights`` on, once it is sure that each is expected, comes once, and has its shape, and that none is missing.
+
+    Raises:
+        UserError: naming the tensor and ``where`` it came from; also where a value is NaN or infinite.
+    """
+    missing = dict(expected)
+    for name, weight in weights:
+        shape = missing.pop(name, None)
+        if shape is None:
             raise UserError(
                 f"{where}: tensor {name!r} is unknown or given twice; the checkpoint does not fit its config"
             )
-        if target.shape != tensor.shape:
-            raise UserError(
-                f"{where}: tensor {name!r} is {list(tensor.shape)}, its config asks for {list(target.shape)}"
-            )
-        if not torch.isfinite(tensor).all():
+        if shape != tuple(weight.shape):
+            raise UserError(f"{where}: tensor {name!r} is {list(weight.shape)}, its config asks for {list(shape)}")
+        if not (weight.is_finite() if isinstance(weight, Blocks) else bool(torch.isfinite(weight).all())):
             raise UserError(f"{where}: tensor {name!r} holds NaN or infinity; get the checkpoint again")
-        target.copy_(tensor)
-    if targets:
-        raise UserError(f"{where}: {len(targets)} tensors are missing, {next(iter(targets))!r} among them")
+        yield name, weight
+    if missing:
+        raise UserError(f"{where}: {len(missing)} tensors are missing, {next(iter(missing))!r} among them")
 
 
 def published_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -22,6 +22,8 @@ from tiercel.models.decoder import Decoder
 from tiercel.models.description import ModelDescription, MtpDescription
 from tiercel.models.loading import fill, published_tensors
 from tiercel.models.mtp import MtpDraft
+from tiercel.models.native_step import NativeTarget, native_mtp_layers
+from tiercel.models.step import DraftModel, EagerTarget, Target, eager_draft
 
 FORMAT = "tiercel-mtp-1"
 PREFIX = "model.mtp."
@@ -115,18 +117,38 @@ def load_draft(folder: Path, target: Checkpoint, decoder: Decoder) -> MtpDraft:
     Raises:
         UserError: the draft does not fit the target, or a tensor is missing, unknown, misshapen or not finite.
     """
-    description = read_description(folder)
-    check_fit(description, target, folder)
+    description, d2t, tensors = _read(folder, target)
     weight = decoder.embed_tokens.weight
-    tensors = dict(_read_tensors(folder))
-    d2t = _checked_d2t(tensors.pop("d2t", None), description, target.description.vocab_size, folder)
     with torch.device("meta"):
         draft = MtpDraft(description, d2t)
     draft = draft.to(weight.dtype).to_empty(device=weight.device)
     draft.d2t = d2t.to(weight.device)
-    fill(draft.layers, ((_ours(name), tensor) for name, tensor in tensors.items()), f"draft {folder}")
+    fill(draft.layers, tensors.items(), f"draft {folder}")
     draft.share(decoder)
     return draft.requires_grad_(False).eval()
+
+
+def load_draft_model(folder: Path, checkpoint: Checkpoint, target: Target) -> DraftModel:
+    """Load the draft in ``folder`` to run beside ``target``, the same way: as modules, or as recorded steps.
+
+    Raises:
+        UserError: see ``load_draft``.
+    """
+    if isinstance(target, EagerTarget):
+        return eager_draft(load_draft(folder, checkpoint, target.decoder))
+    assert isinstance(target, NativeTarget)
+    description, d2t, tensors = _read(folder, checkpoint)
+    target_ids = d2t + torch.arange(len(d2t))
+    layers = native_mtp_layers(description, tensors.items(), target_ids, target, f"draft {folder}")
+    return DraftModel(description, list(layers), target_ids)
+
+
+def _read(folder: Path, target: Checkpoint) -> tuple[MtpDescription, Tensor, dict[str, Tensor]]:
+    description = read_description(folder)
+    check_fit(description, target, folder)
+    tensors = dict(_read_tensors(folder))
+    d2t = _checked_d2t(tensors.pop("d2t", None), description, target.description.vocab_size, folder)
+    return description, d2t, {_ours(name): tensor for name, tensor in tensors.items()}
 
 
 def check_fit(description: MtpDescription, target: Checkpoint, folder: Path) -> None:

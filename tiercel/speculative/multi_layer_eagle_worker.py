@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tiercel.core.batch import Batch
 from tiercel.core.request import Request
-from tiercel.kvcache.rows import PagedAttention, Segment
+from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
-from tiercel.models.mtp import MtpDraft
+from tiercel.models.step import DraftModel, StepInput
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
-from tiercel.speculative.sampling import RowSampling, choose
+from tiercel.speculative.sampling import RowSampling, choose, needs_logits
 from tiercel.speculative.target_runner import TargetRunner
 
 
@@ -64,15 +64,14 @@ class MultiLayerEagleWorker(SpecWorker):
 
     method: ClassVar[str] = "multi-layer-eagle"
 
-    def __init__(self, target: TargetRunner, draft: MtpDraft, num_steps: int, *, exact_kv: bool = True) -> None:
+    def __init__(self, target: TargetRunner, draft: DraftModel, num_steps: int, *, exact_kv: bool = True) -> None:
         super().__init__(target, num_steps)
         self.model = draft
         self.num_refed = num_steps - 1 if exact_kv and num_steps else 0
         self.states: dict[str, DraftState] = {}
         body, placement = draft.description.body, target.placement
-        self.group = body.num_heads // body.num_kv_heads
         self.storages = [
-            KvStorage(self.kv.num_slots_total, body.num_kv_heads, body.head_dim, placement.dtype, placement.device)
+            [KvStorage(self.kv.num_slots_total, body.num_kv_heads, body.head_dim, placement.dtype, placement.device)]
             for _ in range(num_steps)
         ]
 
@@ -90,7 +89,6 @@ class MultiLayerEagleWorker(SpecWorker):
             born.append(state.born_step if state else None)
         return VerifyInput(chains, layers, born)
 
-    @torch.inference_mode()
     def draft_extend(self, rows: ComputedRows) -> Iterator[None]:
         # A request that can use no more drafts never will again: its rows are left out.
         wanted = [req.draft_depth(self.num_steps) for req in rows.reqs]
@@ -104,8 +102,7 @@ class MultiLayerEagleWorker(SpecWorker):
         ]
         device = self.target.placement.device
         segments = [Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces]
-        attention = PagedAttention(segments, self.storages, self.group, device)
-        rotary = self.model.rotary(attention.positions)
+        flat = Rows(segments, device)
         last = torch.tensor([p.end - p.start for p in pieces], device=device).cumsum(0) - 1
         known = torch.tensor([p.known_tokens(depth) for p in pieces], device=device)
         target_hidden = hidden = torch.cat([p.hidden for p in pieces])
@@ -116,8 +113,12 @@ class MultiLayerEagleWorker(SpecWorker):
             tokens = tokens.roll(-1)
             tokens[last] = torch.where(known[:, index] >= 0, known[:, index], newest)
             source = hidden if self.model.description.chained else target_hidden
-            hidden = self.model.layers[index](self.model.embed(tokens), source, rotary, index, attention)
-            newest = self._propose(index, hidden[last], pieces)
+            how = [RowSampling(p.req.sampling, p.req.seed, p.end + 1 + index) for p in pieces]
+            step = StepInput(flat, tokens, last, needs_logits(how), source)
+            output = self.model.layers[index].run(step, self.storages[index])
+            # A draft is only a guess: where its logits are NaN (-1) any token will do, and the next layer can embed it.
+            newest = choose(output.best, output.logits, how, self.target.noise, self.model.target_ids).clamp(min=0)
+            hidden = output.hidden
             drafts.append(newest)
             yield
         for piece, proposed in zip(pieces, torch.stack(drafts, dim=1).tolist(), strict=True):
@@ -133,8 +134,3 @@ class MultiLayerEagleWorker(SpecWorker):
                 f"{req.request_id}: draft rows end at {state.end}, the target's new rows start at {start}"
             )
         return DraftRows(req, start - len(state.tail), req.num_computed, torch.cat((state.tail, hidden)))
-
-    def _propose(self, index: int, hidden: Tensor, pieces: list[DraftRows]) -> Tensor:
-        how = [RowSampling(p.req.sampling, p.req.seed, p.end + 1 + index) for p in pieces]
-        # A draft is only a guess: where its logits are NaN (-1) any token will do, and the next layer can embed it.
-        return choose(self.model.logits(index, hidden), how, self.target.noise, self.model.target_ids).clamp(min=0)

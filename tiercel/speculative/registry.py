@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tiercel.core.config import SpecConfig
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.mtp_checkpoint import check_fit, load_draft, read_description, resolve_draft
+from tiercel.models.mtp_checkpoint import check_fit, load_draft_model, read_description, resolve_draft
 from tiercel.speculative.base_worker import SpecWorker
 from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
 from tiercel.speculative.null_worker import NullWorker
@@ -28,7 +28,7 @@ def _null(context: WorkerContext) -> SpecWorker:
 
 def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
     folder = resolve_draft(context.spec.draft, context.checkpoint)
-    draft = load_draft(folder, context.checkpoint, context.target.decoder)
+    draft = load_draft_model(folder, context.checkpoint, context.target.model)
     num_steps = checked_num_steps(context.spec, draft.description.num_layers, str(folder))
     return MultiLayerEagleWorker(context.target, draft, num_steps, exact_kv=context.spec.exact_kv)
 

@@ -52,24 +52,33 @@ class GumbelNoise:
         return found
 
 
-def choose(logits: Tensor, rows: list[RowSampling], noise: GumbelNoise, token_ids: Tensor | None = None) -> Tensor:
+def needs_logits(rows: list[RowSampling]) -> bool:
+    """Whether any row chooses by more than the argmax."""
+    return not all(row.params.is_greedy for row in rows)
+
+
+def choose(
+    best: Tensor, logits: Tensor | None, rows: list[RowSampling], noise: GumbelNoise, token_ids: Tensor | None = None
+) -> Tensor:
     """Choose one token per row.
 
     Args:
-        logits: float32 ``[rows, vocab]``.
+        best: each row's argmax, -1 where it holds NaN: int64 ``[rows]``.
+        logits: float32 ``[rows, vocab]``; None will do unless ``needs_logits(rows)``.
         rows: how each row chooses.
         noise: source of the noise, over the target's vocabulary.
         token_ids: target id of each column of ``logits`` (a reduced draft vocabulary); None if column = id.
 
     Returns:
-        int64 ``[rows]`` on the logits' device: target ids; -1 where the row holds NaN.
+        int64 ``[rows]`` on the device of ``best``: target ids; -1 where the row holds NaN.
     """
-    best, chosen = logits.max(dim=-1)
-    for index, row in enumerate(rows):
-        if not row.params.is_greedy:
-            chosen[index] = _sample(logits[index], row, noise, token_ids)
+    chosen = best.clone()
+    if logits is not None:
+        for index, row in enumerate(rows):
+            if not row.params.is_greedy:
+                chosen[index] = _sample(logits[index], row, noise, token_ids)
     ids = chosen if token_ids is None else token_ids[chosen]
-    return torch.where(best.isnan(), -1, ids)
+    return torch.where(best < 0, -1, ids)
 
 
 def _sample(logits: Tensor, row: RowSampling, noise: GumbelNoise, token_ids: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Runs the target over rows of many requests at once, and lets it choose tokens."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -8,10 +9,10 @@ from torch import Tensor
 from tiercel.core.request import Request
 from tiercel.device.placement import Placement
 from tiercel.kvcache.manager import KvCacheManager
-from tiercel.kvcache.rows import PagedAttention, Segment
+from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
-from tiercel.models.decoder import Decoder
-from tiercel.speculative.sampling import GumbelNoise, RowSampling, choose
+from tiercel.models.step import StepInput, Target
+from tiercel.speculative.sampling import GumbelNoise, RowSampling, choose, needs_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +30,20 @@ class LogitsOutput:
 class TargetRunner:
     """The target with its KV storage, one forward at a time."""
 
-    can_run_graph = False
-    """Whether the last forward was a graph replay; the eager path never is."""
-
-    def __init__(self, decoder: Decoder, kv: KvCacheManager, placement: Placement) -> None:
-        self.decoder, self.kv, self.placement = decoder, kv, placement
-        shape = decoder.description
+    def __init__(self, model: Target, kv: KvCacheManager, placement: Placement) -> None:
+        self.model, self.kv, self.placement = model, kv, placement
+        shape = model.description
         self.storages = [
             KvStorage(kv.num_slots_total, shape.num_kv_heads, shape.head_dim, placement.dtype, placement.device)
             for _ in range(shape.num_layers)
         ]
         self.noise = GumbelNoise(shape.vocab_size)
 
-    @torch.inference_mode()
+    @property
+    def can_run_graph(self) -> bool:
+        """Whether a forward replays a recorded program."""
+        return self.model.is_graph
+
     def forward(self, reqs: list[Request], token_ids: Tensor, ends: list[int], num_sampled: list[int]) -> LogitsOutput:
         """Read rows ``num_computed .. end - 1`` of each request and choose tokens after the last ones.
 
@@ -54,23 +56,16 @@ class TargetRunner:
         segments = [
             Segment(r.num_computed, end, self.kv.slots(r.request_id)) for r, end in zip(reqs, ends, strict=True)
         ]
-        shape = self.decoder.description
-        attention = PagedAttention(
-            segments, self.storages, shape.num_heads // shape.num_kv_heads, self.placement.device
-        )
-        rows = self.decoder(token_ids, attention.positions, attention)
-        hidden = list(rows.split([s.end - s.start for s in segments]))
-        wanted = [h[len(h) - count :] for h, count in zip(hidden, num_sampled, strict=True)]
-        return LogitsOutput(hidden, self._choose(reqs, wanted, ends, num_sampled))
-
-    def _choose(self, reqs: list[Request], wanted: list[Tensor], ends: list[int], counts: list[int]) -> list[list[int]]:
+        rows = Rows(segments, self.placement.device)
         how = [
             RowSampling(req.sampling, req.seed, end - count + 1 + j)
-            for req, end, count in zip(reqs, ends, counts, strict=True)
+            for req, end, count in zip(reqs, ends, num_sampled, strict=True)
             for j in range(count)
         ]
-        if not how:
-            return [[] for _ in reqs]
-        chosen: list[int] = choose(self.decoder.logits(torch.cat(wanted)), how, self.noise).tolist()
-        tokens = iter(chosen)
-        return [[next(tokens) for _ in range(count)] for count in counts]
+        row_ends = accumulate(rows.counts)
+        wanted = [i for end, count in zip(row_ends, num_sampled, strict=True) for i in range(end - count, end)]
+        on_device = torch.tensor(wanted, dtype=torch.int64, device=self.placement.device)
+        output = self.model.run(StepInput(rows, token_ids, on_device, needs_logits(how)), self.storages)
+        tokens = iter(choose(output.best, output.logits, how, self.noise).tolist())
+        hidden = list(torch.split(output.hidden, rows.counts))
+        return LogitsOutput(hidden, [[next(tokens) for _ in range(count)] for count in num_sampled])

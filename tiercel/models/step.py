@@ -1,0 +1,124 @@
+"""One forward over rows, whoever computes it: what goes in, what comes out, and the eager implementation."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from tiercel.kvcache.rows import PagedAttention, Rows
+from tiercel.kvcache.storage import KvStorage
+from tiercel.models.decoder import Decoder
+from tiercel.models.description import ModelDescription, MtpDescription
+from tiercel.models.mtp import MtpDraft
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What one forward reads.
+
+    Args:
+        rows: whose rows, at which positions, in which KV slots.
+        token_ids: int64 ``[rows]``.
+        wanted: rows whose next token is asked for, int64 ``[wanted]``.
+        with_logits: whether all logits of those rows are needed, or the argmax does.
+        target_hidden: what an MTP layer pairs with its embeddings: ``[rows, target_hidden_size]``.
+    """
+
+    rows: Rows
+    token_ids: Tensor
+    wanted: Tensor
+    with_logits: bool = False
+    target_hidden: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one forward gives.
+
+    ``hidden`` is ``[rows, hidden_size]``, before the final norm. ``best`` (int64 ``[wanted]``) is the argmax of each wanted
+    row's logits as an index into the head's vocabulary, -1 where a logit is NaN. ``logits`` is float32 ``[wanted, vocab]``, or
+    None where nobody asked.
+    """
+
+    hidden: Tensor
+    best: Tensor
+    logits: Tensor | None
+
+
+class StepModel(Protocol):
+    """A target, or one MTP layer, that can play a step."""
+
+    is_graph: ClassVar[bool]
+    """Whether a step is the replay of a recorded program rather than a walk through the modules."""
+
+    def run(self, step: StepInput, storages: list[KvStorage]) -> StepOutput:
+        """Play one step; the rows' keys and values go into ``storages`` (one per layer)."""
+        ...
+
+
+class Target(StepModel, Protocol):
+    """A whole target."""
+
+    @property
+    def description(self) -> ModelDescription: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A draft ready to run.
+
+    ``layers[i]`` is MTP layer i; ``target_ids`` (int64 ``[draft_vocab_size]``) are the target's ids of the draft's.
+    """
+
+    description: MtpDescription
+    layers: list[StepModel]
+    target_ids: Tensor
+
+
+class EagerTarget:
+    """The target as PyTorch modules: the reference that recorded steps are tested against, and what a GPU runs."""
+
+    is_graph: ClassVar[bool] = False
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.description = decoder, decoder.description
+
+    @torch.inference_mode()
+    def run(self, step: StepInput, storages: list[KvStorage]) -> StepOutput:
+        """See ``StepModel``."""
+        attention = PagedAttention(step.rows, storages, self.description.num_heads // self.description.num_kv_heads)
+        hidden = self.decoder(step.token_ids, step.rows.positions, attention)
+        logits = self.decoder.logits(hidden[step.wanted])
+        return StepOutput(hidden, best_ids(logits), logits)
+
+
+class EagerMtpLayer:
+    """One MTP layer as PyTorch modules."""
+
+    is_graph: ClassVar[bool] = False
+
+    def __init__(self, draft: MtpDraft, index: int) -> None:
+        self.draft, self.index = draft, index
+
+    @torch.inference_mode()
+    def run(self, step: StepInput, storages: list[KvStorage]) -> StepOutput:
+        """See ``StepModel``."""
+        body = self.draft.description.body
+        attention = PagedAttention(step.rows, storages, body.num_heads // body.num_kv_heads)
+        rotary, embeddings = self.draft.rotary(step.rows.positions), self.draft.embed(step.token_ids)
+        hidden = self.draft.layers[self.index](embeddings, step.target_hidden, rotary, 0, attention)
+        logits = self.draft.logits(self.index, hidden[step.wanted])
+        return StepOutput(hidden, best_ids(logits), logits)
+
+
+def eager_draft(draft: MtpDraft) -> DraftModel:
+    """``draft`` as modules."""
+    layers: list[StepModel] = [EagerMtpLayer(draft, i) for i in range(draft.description.num_layers)]
+    return DraftModel(draft.description, layers, draft.target_ids)
+
+
+def best_ids(logits: Tensor) -> Tensor:
+    """Argmax of each row, -1 where it holds NaN: float32 ``[rows, vocab]`` to int64 ``[rows]``."""
+    best, ids = logits.max(dim=-1)
+    return torch.where(best.isnan(), -1, ids)

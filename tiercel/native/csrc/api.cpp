@@ -1,0 +1,228 @@
+// Packing, dequantisation, and the C interface.
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
+#include "model.hpp"
+
+namespace {
+
+std::mutex one_at_a_time;  // the team and the models' working memory belong to one caller at a time
+int wanted_threads = 1;
+
+const CodePath *best_path() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vnni"))
+        return &avx512vnni_path;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return &avx2_path;
+#endif
+    return &portable_path;
+}
+
+const CodePath *path = best_path();
+
+Team &team() {
+    // A fork copies the team but not its threads: the child starts its own and leaves the copy alone.
+    static Team *current = nullptr;
+    static pid_t owner = 0;
+    if (owner != getpid()) current = nullptr;
+    if (!current || current->size() != wanted_threads) {
+        delete current;
+        current = new Team(wanted_threads);
+        owner = getpid();
+    }
+    return *current;
+}
+
+struct Bytes {
+    int64_t size;
+    int nibbles;  // where the values start in a block
+};
+
+Bytes block_layout(int format) {
+    switch (format) {
+    case TC_Q4_0: return {18, 2};
+    case TC_Q4_1: return {20, 4};
+    default: return {34, 2};
+    }
+}
+
+int nibble_at(const uint8_t *values, int column) { return column < 16 ? values[column] & 15 : values[column - 16] >> 4; }
+
+void pack_quantised(tc_matrix &m, const uint8_t *source) {
+    const Bytes layout = block_layout(m.format);
+    for (int64_t row = 0; row < m.rows; row++) {
+        const int64_t panel = row / PANEL, lane = row % PANEL;
+        for (int64_t b = 0; b < m.blocks; b++) {
+            const uint8_t *block = source + (row * m.blocks + b) * layout.size, *values = block + layout.nibbles;
+            const int64_t at = panel * m.blocks + b;
+            std::memcpy(&m.scales.data[at * PANEL + lane], block, 2);
+            if (m.format == TC_Q4_1) std::memcpy(&m.minima.data[at * PANEL + lane], block + 2, 2);
+            uint8_t *to = m.data.data + at * m.block_bytes();
+            if (m.format == TC_Q8_0) {
+                for (int k = 0; k < BLOCK; k++) to[(k / 2) * 32 + lane * 2 + k % 2] = values[k];
+                continue;
+            }
+            for (int g = 0; g < 4; g++)
+                for (int parity = 0; parity < 2; parity++) {
+                    uint16_t word = 0;
+                    for (int i = 0; i < 4; i++) word |= nibble_at(values, 8 * g + 2 * i + parity) << (4 * i);
+                    std::memcpy(to + g * 64 + lane * 4 + parity * 2, &word, 2);
+                }
+        }
+    }
+}
+
+template <class T>
+void pack_floats(tc_matrix &m, const T *source) {
+    T *to = reinterpret_cast<T *>(m.data.data);
+    for (int64_t row = 0; row < m.rows; row++)
+        for (int64_t k = 0; k < m.columns; k++)
+            to[(row / PANEL * m.columns + k) * PANEL + row % PANEL] = source[row * m.columns + k];
+}
+
+float brain_to_float(uint16_t bits) {
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float out;
+    std::memcpy(&out, &wide, sizeof out);
+    return out;
+}
+
+}  // namespace
+
+float half_to_float(uint16_t bits) {
+    const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
+    uint32_t wide;
+    float out;
+    if (exponent == 0) {  // zero and subnormals: fraction * 2^-24, exact in binary32
+        out = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+        return sign ? -out : out;
+    }
+    wide = sign | (exponent == 31 ? 0x7F800000u : (exponent + 112) << 23) | fraction << 13;
+    std::memcpy(&out, &wide, sizeof out);
+    return out;
+}
+
+void dequantise_row(const tc_matrix &m, int64_t row, float *out) {
+    const int64_t panel = row / PANEL, lane = row % PANEL;
+    if (!m.is_quantised()) {
+        for (int64_t k = 0; k < m.columns; k++) {
+            const int64_t at = (panel * m.columns + k) * PANEL + lane;
+            out[k] = m.format == TC_F32 ? reinterpret_cast<const float *>(m.data.data)[at]
+                                        : brain_to_float(reinterpret_cast<const uint16_t *>(m.data.data)[at]);
+        }
+        return;
+    }
+    for (int64_t b = 0; b < m.blocks; b++, out += BLOCK) {
+        const int64_t at = panel * m.blocks + b;
+        const uint8_t *block = m.data.data + at * m.block_bytes();
+        const float d = half_to_float(m.scales.data[at * PANEL + lane]);
+        const float low = m.format == TC_Q4_1 ? half_to_float(m.minima.data[at * PANEL + lane]) : 0.0f;
+        for (int k = 0; k < BLOCK; k++) {
+            if (m.format == TC_Q8_0) {
+                out[k] = d * static_cast<int8_t>(block[(k / 2) * 32 + lane * 2 + k % 2]);
+                continue;
+            }
+            uint16_t word;
+            std::memcpy(&word, block + k / 8 * 64 + lane * 4 + k % 2 * 2, 2);
+            const int q = word >> (k % 8 / 2 * 4) & 15;
+            out[k] = m.format == TC_Q4_0 ? d * static_cast<float>(q - 8) : d * static_cast<float>(q) + low;
+        }
+    }
+}
+
+extern "C" {
+
+const char *tc_isa(void) { return path->name; }
+
+int tc_set_isa(const char *name) {
+    const CodePath *best = best_path();
+    for (const CodePath *candidate : {
+#if defined(__x86_64__)
+             &avx512vnni_path, &avx2_path,
+#endif
+             &portable_path}) {
+        if (candidate == &portable_path || candidate == best || best != &portable_path) {
+            // A processor with a better path can run every lesser one.
+            const bool runs = candidate != &avx512vnni_path || best == &avx512vnni_path;
+            if (runs && !std::strcmp(candidate->name, name)) {
+                path = candidate;
+                return 0;
+            }
+        }
+    }
+    return -1;
+}
+
+void tc_set_threads(int count) {
+    std::lock_guard<std::mutex> guard(one_at_a_time);
+    wanted_threads = std::max(1, count);
+}
+
+tc_matrix *tc_matrix_new(int format, int64_t rows, int64_t columns, const void *data) {
+    auto m = std::make_unique<tc_matrix>();
+    m->format = format;
+    m->rows = rows;
+    m->columns = columns;
+    m->panels = (rows + PANEL - 1) / PANEL;
+    m->blocks = columns / BLOCK;
+    const size_t bytes = m->panels * m->panel_bytes();
+    std::memset(m->data.need(bytes), 0, bytes);
+    if (m->is_quantised()) {
+        const size_t count = m->panels * m->blocks * PANEL;
+        std::memset(m->scales.need(count), 0, count * 2);
+        if (format == TC_Q4_1) std::memset(m->minima.need(count), 0, count * 2);
+        pack_quantised(*m, static_cast<const uint8_t *>(data));
+    } else if (format == TC_F32) {
+        pack_floats(*m, static_cast<const float *>(data));
+    } else {
+        pack_floats(*m, static_cast<const uint16_t *>(data));
+    }
+    return m.release();
+}
+
+void tc_matrix_free(tc_matrix *m) { delete m; }
+
+int64_t tc_matrix_bytes(const tc_matrix *m) {
+    return static_cast<int64_t>(m->data.size + 2 * (m->scales.size + m->minima.size));
+}
+
+void tc_matrix_row(const tc_matrix *m, int64_t row, float *out) { dequantise_row(*m, row, out); }
+
+void tc_matrix_apply(const tc_matrix *m, const float *x, int64_t rows, float *out) {
+    std::lock_guard<std::mutex> guard(one_at_a_time);
+    path->apply(*m, x, rows, out, team());
+}
+
+tc_model *tc_model_new(const tc_shape *shape, const tc_matrix *embedding) {
+    auto *model = new tc_model;
+    model->shape = *shape;
+    model->embedding = embedding;
+    return model;
+}
+
+void tc_model_free(tc_model *model) { delete model; }
+void tc_model_add_layer(tc_model *model, const tc_layer *layer) { model->layers.push_back(*layer); }
+
+void tc_model_set_combine(tc_model *model, const float *enorm, const float *hnorm, const tc_matrix *eh_proj) {
+    model->enorm = enorm;
+    model->hnorm = hnorm;
+    model->eh_proj = eh_proj;
+}
+
+void tc_model_set_head(tc_model *model, const float *norm, const tc_matrix *head) {
+    model->norm = norm;
+    model->head = head;
+}
+
+void tc_model_run(tc_model *model, const tc_step *step) {
+    std::lock_guard<std::mutex> guard(one_at_a_time);
+    path->run(*model, *step, team());
+}
+
+}  // extern "C"

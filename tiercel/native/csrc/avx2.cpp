@@ -1,0 +1,48 @@
+// Compiled with -mavx2 -mfma -mf16c.
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+struct V {
+    using Int = __m256i;
+    using Float = __m256;
+    static constexpr int N = 8, ROWS = 4;
+    static Int zero() { return _mm256_setzero_si256(); }
+    static Float zero_float() { return _mm256_setzero_ps(); }
+    static Int load(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
+    static Int widen(const int8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
+    template <int SHIFT>
+    static Int nibble(Int words) {
+        if constexpr (SHIFT == 12) return _mm256_srli_epi16(words, 12);
+        return _mm256_and_si256(_mm256_srli_epi16(words, SHIFT), _mm256_set1_epi16(15));
+    }
+    static Int pair(const int16_t *p) {
+        int32_t two;
+        std::memcpy(&two, p, sizeof two);
+        return _mm256_set1_epi32(two);
+    }
+    static Int dot(Int sum, Int w, Int x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+    static Float to_float(Int x) { return _mm256_cvtepi32_ps(x); }
+    static Float half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
+    static Float brain(const uint16_t *p) {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    }
+    static Float load_float(const float *p) { return _mm256_loadu_ps(p); }
+    static Float all(float x) { return _mm256_set1_ps(x); }
+    static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
+    static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+    static float sum(Float x) {
+        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    }
+    static void store(float *p, Float x) { _mm256_storeu_ps(p, x); }
+};
+}  // namespace
+
+#define CODE_PATH avx2_path
+#define CODE_PATH_NAME "avx2"
+#include "kernels.inc"

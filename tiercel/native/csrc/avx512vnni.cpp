@@ -1,0 +1,44 @@
+// Compiled with -mavx512f -mavx512bw -mavx512vl -mavx512vnni -mfma -mf16c.
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+struct V {
+    using Int = __m512i;
+    using Float = __m512;
+    static constexpr int N = 16, ROWS = 8;
+    static Int zero() { return _mm512_setzero_si512(); }
+    static Float zero_float() { return _mm512_setzero_ps(); }
+    static Int load(const void *p) { return _mm512_loadu_si512(p); }
+    static Int widen(const int8_t *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
+    template <int SHIFT>
+    static Int nibble(Int words) {
+        if constexpr (SHIFT == 12) return _mm512_srli_epi16(words, 12);
+        return _mm512_and_si512(_mm512_srli_epi16(words, SHIFT), _mm512_set1_epi16(15));
+    }
+    static Int pair(const int16_t *p) {
+        int32_t two;
+        std::memcpy(&two, p, sizeof two);
+        return _mm512_set1_epi32(two);
+    }
+    static Int dot(Int sum, Int w, Int x) { return _mm512_dpwssd_epi32(sum, w, x); }
+    static Float to_float(Int x) { return _mm512_cvtepi32_ps(x); }
+    static Float half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
+    static Float brain(const uint16_t *p) {
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    }
+    static Float load_float(const float *p) { return _mm512_loadu_ps(p); }
+    static Float all(float x) { return _mm512_set1_ps(x); }
+    static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
+    static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+    static float sum(Float x) { return _mm512_reduce_add_ps(x); }
+    static void store(float *p, Float x) { _mm512_storeu_ps(p, x); }
+};
+}  // namespace
+
+#define CODE_PATH avx512vnni_path
+#define CODE_PATH_NAME "avx512vnni"
+#include "kernels.inc"

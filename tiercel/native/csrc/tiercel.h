@@ -1,0 +1,71 @@
+// The C interface of Tiercel's CPU library: quantised matrices, and models that run a whole step in one call.
+//
+// Pointers that a model is given are borrowed: the caller keeps matrices and vectors alive as long as the model.
+// All floats are IEEE binary32. Nothing here reports errors: the Python side checks every shape before it calls.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Formats carry ggml's type numbers. A block is 32 consecutive columns of one row.
+enum tc_format {
+    TC_F32 = 0,
+    TC_Q4_0 = 2,   // w = d (q - 8), q in 0..15: fp16 d, 16 bytes (byte j: column j low, column j + 16 high)
+    TC_Q4_1 = 3,   // w = d q + m:               fp16 d, fp16 m, 16 bytes as above
+    TC_Q8_0 = 8,   // w = d q, q signed:         fp16 d, 32 bytes
+    TC_BF16 = 30,
+};
+
+typedef struct tc_matrix tc_matrix;
+typedef struct tc_model tc_model;
+
+// Sizes and conventions of a decoder layer; target_hidden and embedding_first matter to MTP layers only.
+typedef struct {
+    int64_t hidden, intermediate, heads, kv_heads, head_dim, target_hidden;
+    double rope_theta, eps;
+    int32_t embedding_first;
+} tc_shape;
+
+typedef struct {
+    const float *attn_norm, *mlp_norm, *qkv_bias;  // qkv_bias may be null
+    const tc_matrix *qkv, *out, *gate_up, *down;
+} tc_layer;
+
+// One forward over `rows` rows of `segments` requests.
+typedef struct {
+    int64_t rows;
+    const int64_t *token_ids, *positions;       // [rows]
+    const float *target_hidden;                 // [rows, target_hidden]; MTP layers only
+    int64_t segments;
+    const int64_t *segment_rows;                // [segments + 1]: first row of each segment, then rows
+    const int64_t *const *slots;                // [segments]: KV slot of every position of that request
+    float *const *keys, *const *values;         // [layers]: each [slots, kv_heads, head_dim]
+    float *hidden;                              // out [rows, hidden], before the final norm
+    int64_t wanted;
+    const int64_t *wanted_rows;                 // [wanted]: rows whose next token is asked for
+    float *logits;                              // out [wanted, vocabulary], or null
+    int64_t *best;                              // out [wanted]: argmax (lowest index of equals), -1 where a logit is NaN
+} tc_step;
+
+const char *tc_isa(void);                       // code path in use: "avx512vnni", "avx2" or "portable"
+int tc_set_isa(const char *name);               // 0, or -1 where this processor lacks it
+void tc_set_threads(int count);
+
+tc_matrix *tc_matrix_new(int format, int64_t rows, int64_t columns, const void *data);  // data: rows in the file's layout
+void tc_matrix_free(tc_matrix *);
+int64_t tc_matrix_bytes(const tc_matrix *);
+void tc_matrix_row(const tc_matrix *, int64_t row, float *out);
+void tc_matrix_apply(const tc_matrix *, const float *x, int64_t rows, float *out);      // out [rows, N] = x [rows, K] Wt
+
+tc_model *tc_model_new(const tc_shape *, const tc_matrix *embedding);
+void tc_model_free(tc_model *);
+void tc_model_add_layer(tc_model *, const tc_layer *);
+void tc_model_set_combine(tc_model *, const float *enorm, const float *hnorm, const tc_matrix *eh_proj);
+void tc_model_set_head(tc_model *, const float *norm, const tc_matrix *head);
+void tc_model_run(tc_model *, const tc_step *);
+
+#ifdef __cplusplus
+}
+#endif
