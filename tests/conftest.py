@@ -75,7 +75,8 @@ def toy_checkpoint(toy_model: Path) -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def toy_target(toy_model: Path) -> LoadedTarget:
+def toy_modules(toy_model: Path) -> LoadedTarget:
+    """The toy model as PyTorch modules."""
     return load_target(EngineConfig(model=str(toy_model), enforce_eager=True), SpecConfig(method="none"))
 
 
@@ -116,9 +117,21 @@ def echoing_draft(target: LoadedTarget) -> MtpDraft:
 
 
 @pytest.fixture(scope="session")
-def toy_draft(toy_target: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy_native(toy_model: Path) -> LoadedTarget:
+    """The toy model in the CPU library."""
+    return load_target(EngineConfig(model=str(toy_model)), SpecConfig(method="none"))
+
+
+@pytest.fixture(scope="session")
+def toy_target(toy_modules: LoadedTarget) -> LoadedTarget:
+    """What a test runs where it does not say otherwise; some folders choose another."""
+    return toy_modules
+
+
+@pytest.fixture(scope="session")
+def toy_draft(toy_modules: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy-draft")
-    save_draft(random_draft(toy_target), folder, {})
+    save_draft(random_draft(toy_modules), folder, {})
     return folder
 
 

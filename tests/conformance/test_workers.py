@@ -33,11 +33,18 @@ STAGES = [
 ]
 
 
+@pytest.fixture(scope="module", params=["toy_modules", "toy_native"])
+def toy_target(request: pytest.FixtureRequest) -> LoadedTarget:
+    """Every test here runs on modules and on recorded steps."""
+    target: LoadedTarget = request.getfixturevalue(request.param)
+    return target
+
+
 @pytest.fixture(scope="module")
-def toy_draft(toy_target: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy_draft(toy_modules: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some of its drafts are right and some are wrong, so that counts can be mistaken."""
     folder = tmp_path_factory.mktemp("echoing-draft")
-    save_draft(echoing_draft(toy_target), folder, {})
+    save_draft(echoing_draft(toy_modules), folder, {})
     return folder
 
 

@@ -113,7 +113,7 @@ def test_settings_that_cannot_work(make, named: str, toy_model: Path, toy_draft:
 
 
 def test_a_misfit_is_refused_before_any_weight_is_read(toy_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercel.engine.engine.load_decoder", lambda *_: pytest.fail("read the weights"))
+    monkeypatch.setattr("tiercel.engine.engine.load_model", lambda *_: pytest.fail("read the weights"))
     with pytest.raises(UserError, match="does not fit"):
         LLM(str(toy_model), spec=SpecConfig(draft="smollm2-135m-mtp3"))
 
