@@ -145,9 +145,3 @@ def smollm2() -> Path:
 def real_target(smollm2: Path) -> LoadedTarget:
     """The default model as PyTorch modules."""
     return load_target(EngineConfig(model=str(smollm2), enforce_eager=True), SpecConfig(method="none"))
-
-
-@pytest.fixture(scope="session")
-def real_native(smollm2: Path) -> LoadedTarget:
-    """The default model in the CPU library."""
-    return load_target(EngineConfig(model=str(smollm2)), SpecConfig(method="none"))

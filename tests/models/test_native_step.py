@@ -137,8 +137,12 @@ def test_mtp_layers_compute_what_their_modules_do(
         )
 
 
-def test_real_weights_give_the_modules_logits(real_target: LoadedTarget, real_native: LoadedTarget) -> None:
-    """The file's own blocks, read with 16-bit inputs: almost float32."""
+@pytest.mark.parametrize(("bits", "worst", "cosine"), [(16, 0.02, 0.999_99), (8, 3.0, 0.99)])
+def test_real_weights_give_the_modules_logits(
+    real_target: LoadedTarget, smollm2: Path, bits: int, worst: float, cosine: float
+) -> None:
+    """The file's own blocks: with 16-bit inputs almost float32, with 8-bit inputs near it."""
+    real_native = load_target(EngineConfig(model=str(smollm2), activation_bits=bits), NONE)
     text = "The comet passed close to the Sun, and its tail, made of dust and gas, could be seen for weeks."
     ids = torch.tensor(real_native.checkpoint.tokenizer.encode(text))
     rows = Rows([Segment(0, len(ids), torch.arange(64))], CPU)
@@ -150,9 +154,9 @@ def test_real_weights_give_the_modules_logits(real_target: LoadedTarget, real_na
     ours, theirs = outputs
     assert ours.logits is not None
     assert theirs.logits is not None
-    assert (ours.logits - theirs.logits).abs().max() < 0.02
-    assert torch.nn.functional.cosine_similarity(ours.logits, theirs.logits).min() > 0.999_999
-    assert torch.equal(ours.best, theirs.best)
+    assert (ours.logits - theirs.logits).abs().max() < worst
+    assert torch.nn.functional.cosine_similarity(ours.logits, theirs.logits).min() > cosine
+    assert (ours.best == theirs.best).float().mean() >= (1.0 if bits == 16 else 0.8)
     assert isinstance(real_native.model, NativeTarget)
     assert real_native.model.model.head.format is Format.Q8_0
 
@@ -183,7 +187,7 @@ def test_the_first_of_equal_logits_wins(toy_model: Path, tmp_path: Path) -> None
 
 
 def test_quantisation_is_as_asked(toy_model: Path, tmp_path: Path, toy_target: LoadedTarget) -> None:
-    rounded = load_target(EngineConfig(model=str(toy_model), quantization="q8_0"), NONE)
+    rounded = load_target(EngineConfig(model=str(toy_model), quantization="q8_0", activation_bits=16), NONE)
     assert isinstance(rounded.model, NativeTarget)
     assert rounded.model.head_blocks.format is Format.Q8_0
     ours, theirs = (play(t.model, storages(t, 2), 259)[0].logits for t in (rounded, toy_target))
@@ -205,7 +209,7 @@ def test_without_the_library_pytorch_runs_and_says_so(toy_model: Path, monkeypat
         target = load_target(EngineConfig(model=str(toy_model)), NONE)
     assert not target.model.is_graph
     with pytest.raises(UserError, match="CPU library"):
-        load_target(EngineConfig(model=str(toy_model), quantization="q8_0"), NONE)
+        load_target(EngineConfig(model=str(toy_model), quantization="q8_0", activation_bits=16), NONE)
 
 
 def test_a_damaged_tensor_is_named(toy_model: Path, tmp_path: Path) -> None:

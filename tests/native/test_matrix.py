@@ -32,32 +32,37 @@ def made(kind: Format, rows: int, columns: int, seed: int = 0) -> tuple[Blocks, 
     return Blocks(kind, columns, data), dequantize(data, GGMLQuantizationType(int(kind)))
 
 
+BITS = [8, 16]
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", Format)
 @pytest.mark.parametrize(("rows", "columns"), [(16, 32), (1, 64), (37, 96), (160, 576)])
-def test_products(path: str, kind: Format, rows: int, columns: int) -> None:
+def test_products(path: str, kind: Format, rows: int, columns: int, bits: int) -> None:
     blocks, values = made(kind, rows, columns)
     x = np.random.default_rng(1).standard_normal((11, columns)).astype(np.float32)
     x[2] *= 1e4
     x[3] *= 1e-4
     x[:, 5] *= 300  # an outlier channel costs its own block precision, no other
     wide, weights = x.astype(np.float64), values.T.astype(np.float64)
-    # Half a step of the block's 16-bit integers times the weights it meets, and float32 rounding of so many sums.
-    half_steps = np.abs(wide).reshape(11, -1, 32).max(-1) / 32767 / 2 * kind.is_quantised
+    # Half a step of the block's integers times the weights it meets, and float32 rounding of so many sums.
+    half_steps = np.abs(wide).reshape(11, -1, 32).max(-1) / (2 ** (bits - 1) - 1) / 2 * kind.is_quantised
     bound = half_steps @ np.abs(weights).reshape(-1, 32, rows).sum(1) + columns * 6e-8 * (
         np.abs(wide) @ np.abs(weights)
     )
-    assert (np.abs(Matrix(blocks).apply(x) - wide @ weights) <= bound).all()
+    assert (np.abs(Matrix(blocks).apply(x, bits=bits) - wide @ weights) <= bound).all()
 
 
 @pytest.mark.parametrize("kind", Format)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_rows_result_is_its_own(path: str, kind: Format, threads: int) -> None:
+@pytest.mark.parametrize("bits", BITS)
+def test_a_rows_result_is_its_own(path: str, kind: Format, threads: int, bits: int) -> None:
     blocks, _ = made(kind, 100, 64)
     matrix, x = Matrix(blocks), np.random.default_rng(2).standard_normal((150, 64)).astype(np.float32)
-    alone = np.concatenate([matrix.apply(row[None], threads) for row in x])
+    alone = np.concatenate([matrix.apply(row[None], threads, bits) for row in x])
     for count in (2, 3, 4, 5, 7, 8, 9, 33, 150):
-        assert np.array_equal(matrix.apply(x[:count], threads), alone[:count])
-    assert np.array_equal(matrix.apply(x[::-1], threads), alone[::-1])
+        assert np.array_equal(matrix.apply(x[:count], threads, bits), alone[:count])
+    assert np.array_equal(matrix.apply(x[::-1], threads, bits), alone[::-1])
 
 
 @pytest.mark.parametrize("kind", Format)
@@ -83,13 +88,14 @@ def test_extreme_scales_are_read_exactly() -> None:
 
 
 @pytest.mark.parametrize("kind", Format)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_row(path: str, kind: Format, bad: float) -> None:
+def test_what_is_not_finite_stays_in_its_row(path: str, kind: Format, bad: float, bits: int) -> None:
     blocks, _ = made(kind, 48, 64)
     x = np.ones((3, 64), np.float32)
-    clean = Matrix(blocks).apply(x)
+    clean = Matrix(blocks).apply(x, bits=bits)
     x[1, 40] = bad
-    got = Matrix(blocks).apply(x)
+    got = Matrix(blocks).apply(x, bits=bits)
     assert not np.isfinite(got[1]).any()
     assert np.array_equal(got[[0, 2]], clean[[0, 2]])
 
@@ -142,4 +148,16 @@ def test_damage_is_found(kind: Format) -> None:
 @pytest.mark.parametrize("kind", [Format.Q4_1, Format.Q4_0, Format.Q8_0])
 def test_packed_size_is_the_files(kind: Format) -> None:
     blocks, _ = made(kind, 64, 256)
-    assert Matrix(blocks).num_bytes == blocks.data.nbytes
+    sums = 64 * 256 // 32 * 2 if kind is Format.Q8_0 else 0
+    assert Matrix(blocks).num_bytes == blocks.data.nbytes + sums
+
+
+def test_the_largest_products_do_not_overflow(path: str) -> None:
+    """Every weight and every input at its extreme, in both signs."""
+    for weight in (-128, 127):
+        data = np.full((16, 34), weight & 255, np.uint8)
+        data[:, :2] = np.array([1.0], np.float16).view(np.uint8)
+        for sign in (1.0, -1.0):
+            for bits in BITS:
+                got = Matrix(Blocks(Format.Q8_0, 32, data)).apply(np.full((9, 32), sign, np.float32), bits=bits)
+                np.testing.assert_allclose(got, 32 * weight * sign, rtol=1e-6)

@@ -36,6 +36,9 @@ def command(
     num_steps: options.NumSteps = None,
     max_tokens: options.MaxTokens = 128,
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "auto",
+    activation_bits: options.ActivationBits = 8,
+    enforce_eager: options.EnforceEager = False,
     threads: options.Threads = None,
     max_batch_size: options.BatchSize = 16,
     teacher_forced: Annotated[
@@ -47,7 +50,15 @@ def command(
     rows = read_prompts(prompts)
     if json_file:
         _check_writable(json_file)
-    engine = EngineConfig(model=model, dtype=dtype, num_threads=threads, max_batch_size=max_batch_size)
+    engine = EngineConfig(
+        model=model,
+        dtype=dtype,
+        quantization=quantization,
+        activation_bits=activation_bits,
+        enforce_eager=enforce_eager,
+        num_threads=threads,
+        max_batch_size=max_batch_size,
+    )
     spec = SpecConfig(draft=draft, num_steps=num_steps)
     target = load_target(engine, spec)
     with LLM(engine=engine, spec=spec, target=target) as llm, Console(stderr=True).status("answering") as status:

@@ -15,6 +15,15 @@ NumSteps = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Completion tokens at most.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+Quantization = Annotated[
+    str, typer.Option("--quantization", help="auto (as the checkpoint has it), none, or q8_0 (CPU library).")
+]
+ActivationBits = Annotated[
+    int, typer.Option("--activation-bits", help="8 (fast) or 16 (exact): what quantised matrices read.")
+]
+EnforceEager = Annotated[
+    bool, typer.Option("--enforce-eager", help="PyTorch's modules instead of recorded steps of the CPU library.")
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
 BatchSize = Annotated[int, typer.Option("--max-batch-size", help="Requests that run at once.")]

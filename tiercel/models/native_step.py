@@ -1,7 +1,7 @@
 """Targets and drafts as recorded programs of the CPU library: weights stay in the file's own blocks.
 
 Matrices that a checkpoint holds in a format of the library (Q4_0, Q4_1, Q8_0, bfloat16, float32) are packed as they are.
-Between them everything is float32; a quantised matrix reads its input as 16-bit integers with a scale per 32 columns.
+Between them everything is float32; a quantised matrix reads its input as 8- or 16-bit integers with a scale per 32 columns.
 """
 
 import ctypes
@@ -87,12 +87,13 @@ class NativeTarget(NativeStep):
         self.description, self.embedding, self.head_blocks = description, embedding, head_blocks
 
 
-def load_native_target(checkpoint: Checkpoint, quantization: str) -> NativeTarget:
+def load_native_target(checkpoint: Checkpoint, quantization: str, bits: int) -> NativeTarget:
     """Pack the target of ``checkpoint``.
 
     Args:
         checkpoint: the model.
         quantization: see ``EngineConfig``.
+        bits: ``activation_bits`` of ``EngineConfig``.
 
     Raises:
         UserError: a tensor is missing, unknown, of the wrong shape, or holds NaN or infinity.
@@ -108,7 +109,7 @@ def load_native_target(checkpoint: Checkpoint, quantization: str) -> NativeTarge
     head_blocks = embedding_blocks if description.tie_word_embeddings else packer.blocks("lm_head.weight")
     embedding = Matrix(embedding_blocks)
     head = embedding if description.tie_word_embeddings else Matrix(head_blocks)
-    model = NativeModel(_shape(description), embedding, layers, packer.vector("norm.weight"), head)
+    model = NativeModel(_shape(description), embedding, layers, packer.vector("norm.weight"), head, bits=bits)
     return NativeTarget(description, model, embedding, head_blocks)
 
 
@@ -149,6 +150,7 @@ def native_mtp_layers(
                     packer.vector(f"{i}.hnorm.weight"),
                     Matrix(packer.blocks(f"{i}.eh_proj.weight")),
                 ),
+                target.model.bits,
             )
         )
         for i in range(description.num_layers)

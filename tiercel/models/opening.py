@@ -45,7 +45,7 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig, placement: Placemen
     """
     suits = placement.device.type == "cpu" and placement.dtype == torch.float32 and not config.enforce_eager
     if suits and library() is not None:
-        return load_native_target(checkpoint, config.quantization)
+        return load_native_target(checkpoint, config.quantization, config.activation_bits)
     if config.quantization == "q8_0":
         raise UserError("quantization='q8_0' needs the CPU library, which runs on a CPU and is built by a C++ compiler")
     if suits:

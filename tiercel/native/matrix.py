@@ -100,12 +100,15 @@ class Matrix:
         bound().tc_matrix_row(self.handle, range(self.rows)[index], out.ctypes.data)
         return out
 
-    def apply(self, x: NDArray[np.float32], threads: int = 1) -> NDArray[np.float32]:
-        """``x @ W.T``: float32 ``[n, columns]`` to ``[n, rows]``; every row's result is independent of the others."""
+    def apply(self, x: NDArray[np.float32], threads: int = 1, bits: int = 16) -> NDArray[np.float32]:
+        """``x @ W.T``: float32 ``[n, columns]`` to ``[n, rows]``; every row's result is independent of the others.
+
+        A quantised matrix reads ``x`` as integers of ``bits`` bits (8 or 16) with a scale per row and block of 32 columns.
+        """
         if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != self.columns:
             raise ValueError(f"need float32 [n, {self.columns}], got {x.dtype} {list(x.shape)}")
         source = np.ascontiguousarray(x)
         out = np.empty((len(x), self.rows), np.float32)
         bound().tc_set_threads(threads)
-        bound().tc_matrix_apply(self.handle, source.ctypes.data, len(x), out.ctypes.data)
+        bound().tc_matrix_apply(self.handle, bits, source.ctypes.data, len(x), out.ctypes.data)
         return out

@@ -45,6 +45,7 @@ class NativeModel:
         norm: final norm, float32 ``[hidden]``.
         head: ``[vocab or draft vocab, hidden]``.
         combine: for MTP layers.
+        bits: width of the integers that quantised matrices read their input as, 8 or 16.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class NativeModel:
         norm: Vector,
         head: Matrix,
         combine: CombineWeights | None = None,
+        bits: int = 16,
     ) -> None:
         self.kept = (embedding, layers, norm, head, combine)  # the library borrows their memory
-        self.shape, self.head = shape, head
+        self.shape, self.head, self.bits = shape, head, bits
         self.library = bound()
-        self.handle = self.library.tc_model_new(ctypes.byref(shape), embedding.handle)
+        self.handle = self.library.tc_model_new(ctypes.byref(shape), bits, embedding.handle)
         for weights in layers:
             layer = Layer(
                 attn_norm=weights.attn_norm.ctypes.data,

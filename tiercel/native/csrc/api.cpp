@@ -65,15 +65,18 @@ void pack_quantised(tc_matrix &m, const uint8_t *source) {
             if (m.format == TC_Q4_1) std::memcpy(&m.minima.data[at * PANEL + lane], block + 2, 2);
             uint8_t *to = m.data.data + at * m.block_bytes();
             if (m.format == TC_Q8_0) {
-                for (int k = 0; k < BLOCK; k++) to[(k / 2) * 32 + lane * 2 + k % 2] = values[k];
+                int sum = 0;
+                for (int k = 0; k < BLOCK; k++) {
+                    to[k / 4 * 64 + lane * 4 + k % 4] = values[k];
+                    sum += static_cast<int8_t>(values[k]);
+                }
+                m.negated_sums.data[at * PANEL + lane] = static_cast<int16_t>(-sum);
                 continue;
             }
             for (int g = 0; g < 4; g++)
-                for (int parity = 0; parity < 2; parity++) {
-                    uint16_t word = 0;
-                    for (int i = 0; i < 4; i++) word |= nibble_at(values, 8 * g + 2 * i + parity) << (4 * i);
-                    std::memcpy(to + g * 64 + lane * 4 + parity * 2, &word, 2);
-                }
+                for (int j = 0; j < 4; j++)
+                    to[g * 64 + lane * 4 + j] =
+                        static_cast<uint8_t>(nibble_at(values, 8 * g + j) | nibble_at(values, 8 * g + j + 4) << 4);
         }
     }
 }
@@ -125,12 +128,10 @@ void dequantise_row(const tc_matrix &m, int64_t row, float *out) {
         const float low = m.format == TC_Q4_1 ? half_to_float(m.minima.data[at * PANEL + lane]) : 0.0f;
         for (int k = 0; k < BLOCK; k++) {
             if (m.format == TC_Q8_0) {
-                out[k] = d * static_cast<int8_t>(block[(k / 2) * 32 + lane * 2 + k % 2]);
+                out[k] = d * static_cast<int8_t>(block[k / 4 * 64 + lane * 4 + k % 4]);
                 continue;
             }
-            uint16_t word;
-            std::memcpy(&word, block + k / 8 * 64 + lane * 4 + k % 2 * 2, 2);
-            const int q = word >> (k % 8 / 2 * 4) & 15;
+            const int q = block[k / 8 * 64 + lane * 4 + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15;
             out[k] = m.format == TC_Q4_0 ? d * static_cast<float>(q - 8) : d * static_cast<float>(q) + low;
         }
     }
@@ -177,6 +178,7 @@ tc_matrix *tc_matrix_new(int format, int64_t rows, int64_t columns, const void *
         const size_t count = m->panels * m->blocks * PANEL;
         std::memset(m->scales.need(count), 0, count * 2);
         if (format == TC_Q4_1) std::memset(m->minima.need(count), 0, count * 2);
+        if (format == TC_Q8_0) std::memset(m->negated_sums.need(count), 0, count * 2);
         pack_quantised(*m, static_cast<const uint8_t *>(data));
     } else if (format == TC_F32) {
         pack_floats(*m, static_cast<const float *>(data));
@@ -189,19 +191,20 @@ tc_matrix *tc_matrix_new(int format, int64_t rows, int64_t columns, const void *
 void tc_matrix_free(tc_matrix *m) { delete m; }
 
 int64_t tc_matrix_bytes(const tc_matrix *m) {
-    return static_cast<int64_t>(m->data.size + 2 * (m->scales.size + m->minima.size));
+    return static_cast<int64_t>(m->data.size + 2 * (m->scales.size + m->minima.size + m->negated_sums.size));
 }
 
 void tc_matrix_row(const tc_matrix *m, int64_t row, float *out) { dequantise_row(*m, row, out); }
 
-void tc_matrix_apply(const tc_matrix *m, const float *x, int64_t rows, float *out) {
+void tc_matrix_apply(const tc_matrix *m, int bits, const float *x, int64_t rows, float *out) {
     std::lock_guard<std::mutex> guard(one_at_a_time);
-    path->apply(*m, x, rows, out, team());
+    path->apply(*m, bits, x, rows, out, team());
 }
 
-tc_model *tc_model_new(const tc_shape *shape, const tc_matrix *embedding) {
+tc_model *tc_model_new(const tc_shape *shape, int bits, const tc_matrix *embedding) {
     auto *model = new tc_model;
     model->shape = *shape;
+    model->bits = bits;
     model->embedding = embedding;
     return model;
 }

@@ -12,18 +12,28 @@ struct V {
     static Int zero() { return _mm256_setzero_si256(); }
     static Float zero_float() { return _mm256_setzero_ps(); }
     static Int load(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
-    static Int widen(const int8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
     template <int SHIFT>
     static Int nibble(Int words) {
         if constexpr (SHIFT == 12) return _mm256_srli_epi16(words, 12);
         return _mm256_and_si256(_mm256_srli_epi16(words, SHIFT), _mm256_set1_epi16(15));
     }
-    static Int pair(const int16_t *p) {
-        int32_t two;
-        std::memcpy(&two, p, sizeof two);
-        return _mm256_set1_epi32(two);
+    static Int even_bytes(Int x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+    static Int odd_bytes(Int x) { return _mm256_srai_epi16(x, 8); }
+    static Int low_nibbles(Int x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+    static Int high_nibbles(Int x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+    static Int all_bits(const void *p) {
+        int32_t bits;
+        std::memcpy(&bits, p, sizeof bits);
+        return _mm256_set1_epi32(bits);
     }
-    static Int dot(Int sum, Int w, Int x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+    static Int dot16(Int sum, Int w, Int x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+    // Pairs of products meet in 16 bits: at most 2 * 15 * 127 here and 2 * 128 * 127 below, so nothing saturates.
+    static Int dot8(Int sum, Int w, Int x) {
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+    }
+    static constexpr bool BIASED = false;
+    static Int dot8_signed(Int sum, Int w, Int x) { return dot8(sum, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w)); }
+    static Int bias(const int16_t *) { return zero(); }
     static Float to_float(Int x) { return _mm256_cvtepi32_ps(x); }
     static Float half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
     static Float brain(const uint16_t *p) {

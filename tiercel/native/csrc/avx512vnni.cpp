@@ -12,18 +12,28 @@ struct V {
     static Int zero() { return _mm512_setzero_si512(); }
     static Float zero_float() { return _mm512_setzero_ps(); }
     static Int load(const void *p) { return _mm512_loadu_si512(p); }
-    static Int widen(const int8_t *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
     template <int SHIFT>
     static Int nibble(Int words) {
         if constexpr (SHIFT == 12) return _mm512_srli_epi16(words, 12);
         return _mm512_and_si512(_mm512_srli_epi16(words, SHIFT), _mm512_set1_epi16(15));
     }
-    static Int pair(const int16_t *p) {
-        int32_t two;
-        std::memcpy(&two, p, sizeof two);
-        return _mm512_set1_epi32(two);
+    static Int even_bytes(Int x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+    static Int odd_bytes(Int x) { return _mm512_srai_epi16(x, 8); }
+    static Int low_nibbles(Int x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+    static Int high_nibbles(Int x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+    static Int all_bits(const void *p) {
+        int32_t bits;
+        std::memcpy(&bits, p, sizeof bits);
+        return _mm512_set1_epi32(bits);
     }
-    static Int dot(Int sum, Int w, Int x) { return _mm512_dpwssd_epi32(sum, w, x); }
+    static Int dot16(Int sum, Int w, Int x) { return _mm512_dpwssd_epi32(sum, w, x); }
+    static Int dot8(Int sum, Int w, Int x) { return _mm512_dpbusd_epi32(sum, w, x); }
+    // The instruction multiplies unsigned by signed bytes: x comes with 128 added, and the sum starts at -128 times the weights'.
+    static constexpr bool BIASED = true;
+    static Int dot8_signed(Int sum, Int w, Int x) { return _mm512_dpbusd_epi32(sum, x, w); }
+    static Int bias(const int16_t *p) {
+        return _mm512_slli_epi32(_mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))), 7);
+    }
     static Float to_float(Int x) { return _mm512_cvtepi32_ps(x); }
     static Float half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
     static Float brain(const uint16_t *p) {

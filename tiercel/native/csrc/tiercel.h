@@ -57,9 +57,10 @@ tc_matrix *tc_matrix_new(int format, int64_t rows, int64_t columns, const void *
 void tc_matrix_free(tc_matrix *);
 int64_t tc_matrix_bytes(const tc_matrix *);
 void tc_matrix_row(const tc_matrix *, int64_t row, float *out);
-void tc_matrix_apply(const tc_matrix *, const float *x, int64_t rows, float *out);      // out [rows, N] = x [rows, K] Wt
+// out [rows, N] = x [rows, K] Wt; quantised matrices read x as integers of `bits` bits, 8 or 16
+void tc_matrix_apply(const tc_matrix *, int bits, const float *x, int64_t rows, float *out);
 
-tc_model *tc_model_new(const tc_shape *, const tc_matrix *embedding);
+tc_model *tc_model_new(const tc_shape *, int bits, const tc_matrix *embedding);  // bits: as above
 void tc_model_free(tc_model *);
 void tc_model_add_layer(tc_model *, const tc_layer *);
 void tc_model_set_combine(tc_model *, const float *enorm, const float *hnorm, const tc_matrix *eh_proj);
