@@ -41,17 +41,19 @@ public:
             phase_.store(phase + 1, std::memory_order_release);
             phase_.notify_all();
         } else {
-            wait_while(phase_, phase);
+            wait_while(phase_, phase, SPINS_INSIDE);
         }
     }
 
 private:
-    // Spinning pays for the microseconds between two stages; a longer wait means that the other thread lost its core,
-    // and spinning would only keep it from coming back.
-    static constexpr int SPINS = 1000;
+    // Waiting begins with spinning, because waking a sleeping thread takes longer than most waits. Inside a program a wait beyond
+    // some 20 microseconds means that the other thread lost its core, and spinning would only keep it from coming back. Between
+    // programs the caller prepares the next one, which takes it some hundred microseconds while it decodes; after about twice that
+    // it has nothing to do, and the workers sleep.
+    static constexpr int SPINS_INSIDE = 1000, SPINS_BETWEEN = 20000;
 
-    static void wait_while(const std::atomic<uint32_t> &value, uint32_t old) {
-        for (int i = 0; i < SPINS; i++) {
+    static void wait_while(const std::atomic<uint32_t> &value, uint32_t old, int spins) {
+        for (int i = 0; i < spins; i++) {
             if (value.load(std::memory_order_acquire) != old) return;
             relax();
         }
@@ -66,7 +68,7 @@ private:
 
     void serve(int thread) {
         for (uint32_t seen = 0;; seen++) {
-            wait_while(started_, seen);
+            wait_while(started_, seen, SPINS_BETWEEN);
             if (!program_) return;
             program_(context_, thread, size_);
             barrier();
