@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -34,7 +35,17 @@ class Rows:
     @cached_property
     def positions(self) -> Tensor:
         """Position of every row: int64 ``[rows]``."""
-        return torch.cat([torch.arange(s.start, s.end) for s in self.segments]).to(self.device)
+        return torch.tensor([p for s in self.segments for p in range(s.start, s.end)], device=self.device)
+
+    @cached_property
+    def firsts(self) -> Tensor:
+        """First row of each segment, then the number of rows: int64 ``[segments + 1]``, on the host."""
+        return torch.tensor([0, *accumulate(self.counts)])
+
+    @cached_property
+    def slot_addresses(self) -> Tensor:
+        """Where each segment's slots lie in memory: int64 ``[segments]``, on the host."""
+        return torch.tensor([s.slots.data_ptr() for s in self.segments])
 
     @cached_property
     def rectangle(self) -> "Rectangle":

@@ -4,7 +4,6 @@ Matrices that a checkpoint holds in a format of the library (Q4_0, Q4_1, Q8_0, b
 Between them everything is float32; a quantised matrix reads its input as 8- or 16-bit integers with a scale per 32 columns.
 """
 
-import ctypes
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -34,9 +33,7 @@ class NativeStep:
 
     def __init__(self, model: NativeModel) -> None:
         self.model = model
-        self._storages: tuple[list[KvStorage], ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None = (
-            None
-        )
+        self._storages: tuple[list[KvStorage], Tensor, Tensor] | None = None
 
     def run(self, step: StepInput, storages: list[KvStorage]) -> StepOutput:
         """See ``StepModel``."""
@@ -44,9 +41,7 @@ class NativeStep:
         hidden = torch.empty(rows.num_rows, self.model.shape.hidden)
         best = torch.empty(len(wanted), dtype=torch.int64)
         logits = torch.empty(len(wanted), self.model.head.rows) if step.with_logits else None
-        slots = (ctypes.c_void_p * len(rows.segments))(*(s.slots.data_ptr() for s in rows.segments))
-        firsts = np.cumsum([0, *rows.counts])
-        keys, values = self._pointers(storages)
+        keys, values = self._addresses(storages)
         target_hidden = None if step.target_hidden is None else step.target_hidden.contiguous()
         call = Step(
             rows=rows.num_rows,
@@ -54,10 +49,10 @@ class NativeStep:
             positions=rows.positions.data_ptr(),
             target_hidden=None if target_hidden is None else target_hidden.data_ptr(),
             segments=len(rows.segments),
-            segment_rows=firsts.ctypes.data,
-            slots=ctypes.cast(slots, ctypes.c_void_p),
-            keys=ctypes.cast(keys, ctypes.c_void_p),
-            values=ctypes.cast(values, ctypes.c_void_p),
+            segment_rows=rows.firsts.data_ptr(),
+            slots=rows.slot_addresses.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
             hidden=hidden.data_ptr(),
             wanted=len(wanted),
             wanted_rows=wanted.data_ptr(),
@@ -67,13 +62,10 @@ class NativeStep:
         self.model.run(call, torch.get_num_threads())
         return StepOutput(hidden, best, logits)
 
-    def _pointers(
-        self, storages: list[KvStorage]
-    ) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]:
+    def _addresses(self, storages: list[KvStorage]) -> tuple[Tensor, Tensor]:
         if self._storages is None or self._storages[0] is not storages:
-            kind = ctypes.c_void_p * len(storages)
-            keys = kind(*(s.keys.data_ptr() for s in storages))
-            self._storages = (storages, keys, kind(*(s.values.data_ptr() for s in storages)))
+            keys = torch.tensor([s.keys.data_ptr() for s in storages])
+            self._storages = (storages, keys, torch.tensor([s.values.data_ptr() for s in storages]))
         return self._storages[1:]
 
 

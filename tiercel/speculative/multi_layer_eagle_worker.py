@@ -107,11 +107,11 @@ class MultiLayerEagleWorker(SpecWorker):
         known = torch.tensor([p.known_tokens(depth) for p in pieces], device=device)
         target_hidden = hidden = torch.cat([p.hidden for p in pieces])
         tokens = torch.tensor([t for p in pieces for t in p.req.token_ids[p.start : p.end]], device=device)
-        newest, drafts = known[:, 0], []
+        is_known, newest, drafts = known >= 0, known[:, 0], []
         for index in range(depth):
             # One token to the left: each request's last row takes the next known token, else the newest draft.
             tokens = tokens.roll(-1)
-            tokens[last] = torch.where(known[:, index] >= 0, known[:, index], newest)
+            tokens[last] = torch.where(is_known[:, index], known[:, index], newest)
             source = hidden if self.model.description.chained else target_hidden
             how = [RowSampling(p.req.sampling, p.req.seed, p.end + 1 + index) for p in pieces]
             step = StepInput(flat, tokens, last, needs_logits(how), source)

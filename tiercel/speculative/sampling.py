@@ -72,13 +72,13 @@ def choose(
     Returns:
         int64 ``[rows]`` on the device of ``best``: target ids; -1 where the row holds NaN.
     """
-    chosen = best.clone()
-    if logits is not None:
+    chosen = best
+    if logits is not None and needs_logits(rows):
+        chosen = best.clone()
         for index, row in enumerate(rows):
-            if not row.params.is_greedy:
+            if not row.params.is_greedy and best[index] >= 0:
                 chosen[index] = _sample(logits[index], row, noise, token_ids)
-    ids = chosen if token_ids is None else token_ids[chosen]
-    return torch.where(best < 0, -1, ids)
+    return chosen if token_ids is None else torch.where(best < 0, -1, token_ids[chosen])
 
 
 def _sample(logits: Tensor, row: RowSampling, noise: GumbelNoise, token_ids: Tensor | None) -> Tensor:
