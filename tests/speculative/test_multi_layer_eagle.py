@@ -39,10 +39,18 @@ def reference_drafts(target: LoadedTarget, draft: MtpDraft, token_ids: list[int]
 
 
 def engine_with(
-    target: LoadedTarget, draft: MtpDraft, config: EngineConfig, *, num_steps: int = 3, exact_kv: bool = True
+    target: LoadedTarget,
+    draft: MtpDraft,
+    config: EngineConfig,
+    *,
+    num_steps: int = 3,
+    exact_kv: bool = True,
+    max_verify_rows: int = 99,
 ) -> Engine:
     def build(context: WorkerContext) -> SpecWorker:
-        return MultiLayerEagleWorker(context.target, eager_draft(draft), num_steps, exact_kv=exact_kv)
+        return MultiLayerEagleWorker(
+            context.target, eager_draft(draft), num_steps, exact_kv=exact_kv, max_verify_rows=max_verify_rows
+        )
 
     before = registry.WORKERS["none"]
     registry.WORKERS["none"] = build
@@ -81,7 +89,8 @@ def rounds(engine: Engine) -> Iterator[Request]:
         for output in outputs:
             req = output.request
             state = worker.states.get(req.request_id)
-            if state and not req.is_finished and state.end == len(req.token_ids) - 1 and req.draft_depth(3) == 3:
+            is_read = state and state.hidden.end == len(req.token_ids) - 1
+            if is_read and state.drafts and not req.is_finished and req.draft_depth(3) == 3:
                 yield req
 
 
@@ -129,6 +138,31 @@ def test_drafts_are_exact_after_preemption_and_resume(toy_target: LoadedTarget) 
         assert engine.worker.states[req.request_id].drafts == reference_drafts(toy_target, draft, req.token_ids, 3)
     assert sum(req.num_preemptions for req in reqs) > 0
     assert {r.request_id: r.output_token_ids for r in reqs} == answers
+
+
+@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("max_verify_rows", [1, 4, 6])
+def test_layers_that_were_left_out_go_on_exactly(toy_target: LoadedTarget, chained: bool, max_verify_rows: int) -> None:
+    draft = random_draft(toy_target, chained=chained)
+    wishes = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 22, 40)]
+    engine = Engine(EngineConfig(), SpecConfig(method="none"), TraceConfig(), toy_target)
+    plain = [engine.add_request(str(i), p, w) for i, (p, w) in enumerate(zip(PROMPTS, wishes, strict=True))]
+    while engine.has_work:
+        engine.step()
+    answers = {req.request_id: req.output_token_ids for req in plain}
+    engine = engine_with(
+        toy_target, draft, EngineConfig(max_prefill_tokens=7, page_size=4), max_verify_rows=max_verify_rows
+    )
+    sometimes_right(engine, answers)
+    reqs = [engine.add_request(str(i), p, w) for i, (p, w) in enumerate(zip(PROMPTS, wishes, strict=True))]
+    assert isinstance(engine.worker, MultiLayerEagleWorker)
+    for req in rounds(engine):
+        drafts = engine.worker.states[req.request_id].drafts
+        assert drafts == reference_drafts(toy_target, draft, req.token_ids, len(drafts))
+    assert {r.request_id: r.output_token_ids for r in reqs} == answers
+    depths = {p for req in reqs for p in req.spec.proposed}
+    assert depths >= ({0} if max_verify_rows == 1 else {0, 1, 3} if max_verify_rows == 4 else {1, 2, 3})
+    assert max(reqs[0].spec.proposed) <= max_verify_rows // 3 + 1
 
 
 def test_stale_kv_differs_so_the_test_above_can_fail(toy_target: LoadedTarget) -> None:

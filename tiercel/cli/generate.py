@@ -46,6 +46,9 @@ def command(
     max_prefill_tokens: Annotated[
         int, typer.Option(help="Prompt tokens per step; longer prompts are cut in chunks.")
     ] = 512,
+    max_verify_rows: Annotated[
+        int | None, typer.Option(help="Rows one verify may hold; with many requests each then drafts less.")
+    ] = None,
     exact_kv: Annotated[
         bool, typer.Option("--exact-kv/--stale-kv", help="Recompute draft KV made from wrong drafts.")
     ] = True,
@@ -73,7 +76,7 @@ def command(
         kv_tokens=kv_tokens,
         max_prefill_tokens=max_prefill_tokens,
     )
-    speculation = SpecConfig(spec, draft, num_steps, exact_kv)
+    speculation = SpecConfig(spec, draft, num_steps, exact_kv, max_verify_rows)
     trace = TraceConfig(
         enable_trace, trace_level, otlp_traces_endpoint, otlp_protocol, otlp_file, trace_out, records_out
     )

@@ -78,6 +78,9 @@ class SpecConfig:
         draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the shipped draft that was trained for this target.
         num_steps: draft tokens per round at most (K). None takes every MTP layer that the draft holds.
             0 decodes plainly under the speculative worker.
+        max_verify_rows: rows that one verify may hold, a request's last token and its drafts being its rows: with many requests
+            at once each gets fewer drafts, down to none. None sets no limit on a GPU, and one on a CPU where more rows cost more
+            than drafts bring.
         exact_kv: recompute the draft KV rows that were computed from unverified drafts. False leaves them
             stale, as SGLang does for most models; it exists to measure the difference.
 
@@ -89,11 +92,14 @@ class SpecConfig:
     draft: str = "auto"
     num_steps: int | None = None
     exact_kv: bool = True
+    max_verify_rows: int | None = None
 
     def __post_init__(self) -> None:
         one_of("spec method", self.method, SPEC_METHODS)
         if self.num_steps is not None:
             at_least("num_steps", self.num_steps, 0)
+        if self.max_verify_rows is not None:
+            at_least("max_verify_rows", self.max_verify_rows, 1)
         if self.method == "none" and self.num_steps:
             raise UserError(f"num_steps={self.num_steps} contradicts method 'none': drop one of the two")
 

@@ -6,6 +6,7 @@ the drafts of the layers before them. Those rows are provisional: with **exact K
 from hidden states kept for the purpose, so that draft KV equals that of a fresh prefill.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,28 +24,56 @@ from tiercel.speculative.sampling import RowSampling, choose, needs_logits
 from tiercel.speculative.target_runner import TargetRunner
 
 
+class KeptHidden:
+    """The target's hidden states of a request's rows ``start ..``, as they came; each piece is ``[rows, hidden_size]``."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self.end = start
+        self.pieces: list[Tensor] = []
+
+    def append(self, hidden: Tensor) -> None:
+        """Add the rows that follow."""
+        self.pieces.append(hidden)
+        self.end += len(hidden)
+
+    def since(self, row: int) -> Tensor:
+        """Rows ``row .. end - 1``."""
+        found, first = [], self.end
+        for piece in reversed(self.pieces):
+            if first <= row:
+                break
+            first -= len(piece)
+            found.append(piece)
+        return torch.cat(found[::-1])[row - first :]
+
+    def forget_before(self, row: int) -> None:
+        """Let go of rows before ``row``; whole pieces stay until none of their rows is needed."""
+        while self.pieces and self.start + len(self.pieces[0]) <= row:
+            self.start += len(self.pieces.pop(0))
+
+
 @dataclass(slots=True)
 class DraftState:
     """What is kept of one request between two draft extends.
 
-    ``end`` rows have been read; ``tail`` holds the target's hidden states of the last of them, ``[<= num_steps - 1, hidden]``.
-    ``drafts`` are the proposals made by engine step ``born_step``, one per layer, on the host.
+    ``ends[i]`` rows have been read by layer i; ``hidden`` holds what some layer has to read still, or again.
+    ``drafts`` are the proposals made by engine step ``born_step``, one per layer that ran, on the host.
     """
 
-    end: int
-    tail: Tensor
+    hidden: KeptHidden
+    ends: list[int]
     drafts: list[int]
     born_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """One request's rows ``start .. end - 1`` of a draft extend, with the target's hidden states."""
+    """One request's rows ``start .. end - 1`` of a draft extend."""
 
     req: Request
+    state: DraftState
     start: int
     end: int
-    hidden: Tensor
 
     def known_tokens(self, depth: int) -> list[int]:
         """Token ``x[end + i]`` for each layer i, -1 where it is not known yet."""
@@ -60,13 +89,23 @@ class MultiLayerEagleWorker(SpecWorker):
         draft: the MTP layers, at least ``num_steps`` of them.
         num_steps: layers in use, and so the drafts per round at most.
         exact_kv: feed provisional rows again.
+        max_verify_rows: rows that a verify may hold; with more requests each gets fewer drafts, down to none. Layers that are
+            left out go on later from hidden states kept for them, so drafts are the same as if they had run all along.
     """
 
     method: ClassVar[str] = "multi-layer-eagle"
 
-    def __init__(self, target: TargetRunner, draft: DraftModel, num_steps: int, *, exact_kv: bool = True) -> None:
+    def __init__(
+        self,
+        target: TargetRunner,
+        draft: DraftModel,
+        num_steps: int,
+        *,
+        exact_kv: bool = True,
+        max_verify_rows: int = sys.maxsize,
+    ) -> None:
         super().__init__(target, num_steps)
-        self.model = draft
+        self.model, self.max_verify_rows = draft, max_verify_rows
         self.num_refed = num_steps - 1 if exact_kv and num_steps else 0
         self.states: dict[str, DraftState] = {}
         body, placement = draft.description.body, target.placement
@@ -81,31 +120,40 @@ class MultiLayerEagleWorker(SpecWorker):
     def draft(self, batch: Batch) -> VerifyInput:
         """The drafts were made by the last draft extend; a request takes as many as it may still use."""
         chains, layers, born = [], [], []
+        limit = self.depth_limit(len(batch.reqs))
         for req in batch.reqs:
-            depth = req.draft_depth(self.num_steps)
+            depth = req.draft_depth(limit)
             state = self.states[req.request_id] if depth else None
             chains.append(state.drafts[:depth] if state else [])
-            layers.append(tuple(range(depth)))
-            born.append(state.born_step if state else None)
+            layers.append(tuple(range(len(chains[-1]))))
+            born.append(state.born_step if state and chains[-1] else None)
         return VerifyInput(chains, layers, born)
+
+    def depth_limit(self, num_requests: int) -> int:
+        """Drafts per request that a verify of so many requests may hold."""
+        return min(self.num_steps, max(0, self.max_verify_rows // max(1, num_requests) - 1))
 
     def draft_extend(self, rows: ComputedRows) -> Iterator[None]:
         # A request that can use no more drafts never will again: its rows are left out.
-        wanted = [req.draft_depth(self.num_steps) for req in rows.reqs]
-        depth = max(wanted)
-        if depth == 0:
-            return
-        pieces = [
-            self._rows(*row)
-            for row, d in zip(zip(rows.reqs, rows.starts, rows.hidden, strict=True), wanted, strict=True)
-            if d
+        alive = [
+            (req, self._receive(req, start, hidden))
+            for req, start, hidden in zip(rows.reqs, rows.starts, rows.hidden, strict=True)
+            if req.draft_depth(self.num_steps)
         ]
+        depth = min(
+            self.depth_limit(len(self.states)), max((req.draft_depth(self.num_steps) for req, _ in alive), default=0)
+        )
+        if depth == 0:
+            for _, state in alive:
+                state.drafts = []
+            return
+        pieces = [DraftRows(req, state, self._first_row(state, depth), req.num_computed) for req, state in alive]
         device = self.target.placement.device
         segments = [Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces]
         flat = Rows(segments, device)
         last = torch.tensor([p.end - p.start for p in pieces], device=device).cumsum(0) - 1
         known = torch.tensor([p.known_tokens(depth) for p in pieces], device=device)
-        target_hidden = hidden = torch.cat([p.hidden for p in pieces])
+        target_hidden = hidden = torch.cat([p.state.hidden.since(p.start) for p in pieces])
         tokens = torch.tensor([t for p in pieces for t in p.req.token_ids[p.start : p.end]], device=device)
         is_known, newest, drafts = known >= 0, known[:, 0], []
         for index in range(depth):
@@ -122,15 +170,22 @@ class MultiLayerEagleWorker(SpecWorker):
             drafts.append(newest)
             yield
         for piece, proposed in zip(pieces, torch.stack(drafts, dim=1).tolist(), strict=True):
-            tail = piece.hidden[len(piece.hidden) - min(self.num_refed, len(piece.hidden)) :].clone()
-            self.states[piece.req.request_id] = DraftState(piece.end, tail, proposed, self.step - 1)
+            state = piece.state
+            state.ends[:depth] = [piece.end] * depth
+            state.drafts, state.born_step = proposed, self.step - 1
+            state.hidden.forget_before(self._first_row(state, self.num_steps))
 
-    def _rows(self, req: Request, start: int, hidden: Tensor) -> DraftRows:
+    def _first_row(self, state: DraftState, depth: int) -> int:
+        """Where the first ``depth`` layers have to go on: at their oldest end, less the rows that are fed again."""
+        return max(state.hidden.start, min(state.ends[:depth]) - self.num_refed)
+
+    def _receive(self, req: Request, start: int, hidden: Tensor) -> DraftState:
         state = self.states.get(req.request_id)
         if state is None:
-            return DraftRows(req, start, req.num_computed, hidden)
-        if state.end != start:
+            state = self.states[req.request_id] = DraftState(KeptHidden(start), [start] * self.num_steps, [], -1)
+        if state.hidden.end != start:
             raise RuntimeError(
-                f"{req.request_id}: draft rows end at {state.end}, the target's new rows start at {start}"
+                f"{req.request_id}: hidden states end at row {state.hidden.end}, the target's new rows start at {start}"
             )
-        return DraftRows(req, start - len(state.tail), req.num_computed, torch.cat((state.tail, hidden)))
+        state.hidden.append(hidden)
+        return state

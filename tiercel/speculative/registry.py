@@ -1,5 +1,6 @@
 """The workers by name (``core.config.SPEC_METHODS``). A new drafter is one entry here, and the conformance test runs it."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,7 +31,23 @@ def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
     folder = resolve_draft(context.spec.draft, context.checkpoint)
     draft = load_draft_model(folder, context.checkpoint, context.target.model)
     num_steps = checked_num_steps(context.spec, draft.description.num_layers, str(folder))
-    return MultiLayerEagleWorker(context.target, draft, num_steps, exact_kv=context.spec.exact_kv)
+    return MultiLayerEagleWorker(
+        context.target,
+        draft,
+        num_steps,
+        exact_kv=context.spec.exact_kv,
+        max_verify_rows=_max_verify_rows(context),
+    )
+
+
+CPU_VERIFY_ROWS = 8
+"""Where a row more begins to cost as much as it brings (``tiercel bench throughput``): beyond it, arithmetic is the limit."""
+
+
+def _max_verify_rows(context: WorkerContext) -> int:
+    if context.spec.max_verify_rows is not None:
+        return context.spec.max_verify_rows
+    return CPU_VERIFY_ROWS if context.target.placement.device.type == "cpu" else sys.maxsize
 
 
 WORKERS: dict[str, Callable[[WorkerContext], SpecWorker]] = {
