@@ -17,7 +17,9 @@ class Decoder(nn.Module):
     def __init__(self, description: ModelDescription) -> None:
         super().__init__()
         self.description = description
-        self.embed_tokens = nn.Embedding(description.vocab_size, description.hidden_size)
+        # Not nn.Embedding(…): its random start takes seconds, and on the meta device it even imports PyTorch's compiler.
+        empty = torch.empty(description.vocab_size, description.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(empty, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(DecoderLayer(description) for _ in range(description.num_layers))
         self.norm = RMSNorm(description.hidden_size, description.rms_norm_eps)
         self.lm_head = nn.Linear(description.hidden_size, description.vocab_size, bias=False)

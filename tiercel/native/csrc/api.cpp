@@ -52,7 +52,11 @@ Bytes block_layout(int format) {
     }
 }
 
-int nibble_at(const uint8_t *values, int column) { return column < 16 ? values[column] & 15 : values[column - 16] >> 4; }
+uint32_t four_bytes(const uint8_t *p) {
+    uint32_t bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return bits;
+}
 
 void pack_quantised(tc_matrix &m, const uint8_t *source) {
     const Bytes layout = block_layout(m.format);
@@ -66,17 +70,18 @@ void pack_quantised(tc_matrix &m, const uint8_t *source) {
             uint8_t *to = m.data.data + at * m.block_bytes();
             if (m.format == TC_Q8_0) {
                 int sum = 0;
-                for (int k = 0; k < BLOCK; k++) {
-                    to[k / 4 * 64 + lane * 4 + k % 4] = values[k];
-                    sum += static_cast<int8_t>(values[k]);
-                }
+                for (int k = 0; k < BLOCK; k += 4) std::memcpy(to + k / 4 * 64 + lane * 4, values + k, 4);
+                for (int k = 0; k < BLOCK; k++) sum += static_cast<int8_t>(values[k]);
                 m.negated_sums.data[at * PANEL + lane] = static_cast<int16_t>(-sum);
                 continue;
             }
-            for (int g = 0; g < 4; g++)
-                for (int j = 0; j < 4; j++)
-                    to[g * 64 + lane * 4 + j] =
-                        static_cast<uint8_t>(nibble_at(values, 8 * g + j) | nibble_at(values, 8 * g + j + 4) << 4);
+            for (int g = 0; g < 4; g++) {  // columns 0 .. 15 are the file's low nibbles, 16 .. 31 its high ones
+                const uint8_t *from = values + g % 2 * 8;
+                const int shift = g < 2 ? 0 : 4;
+                const uint32_t first = four_bytes(from) >> shift & 0x0F0F0F0Fu, second = four_bytes(from + 4) >> shift & 0x0F0F0F0Fu;
+                const uint32_t both = first | second << 4;
+                std::memcpy(to + g * 64 + lane * 4, &both, 4);
+            }
         }
     }
 }
