@@ -250,7 +250,7 @@ def test_nan_logits_end_one_request_and_spare_the_others(toy_target: LoadedTarge
     sick = engine.add_request("sick", PROMPT, LONG)
     well = engine.add_request("well", PROMPT, LONG)
     engine.step()
-    engine.worker.target.storages[0].keys[engine.kv.slots("sick")[0]] = float("nan")
+    engine.worker.target.storages[0].keys[:, engine.kv.slots("sick")[0]] = float("nan")
     run(engine)
     assert sick.finish_reason is FinishReason.ERROR
     assert "NaN" in str(sick.error)

@@ -60,8 +60,8 @@ def test_a_neighbours_nan_stays_with_the_neighbour() -> None:
     generator = torch.Generator().manual_seed(0)
     kv = KvCacheManager(64, 4)
     storage, _ = filled(kv, {"sick": 12, "well": 3}, generator)
-    storage.keys[kv.slots("sick")] = math.nan
-    storage.values[kv.slots("sick")] = math.nan
+    storage.keys[:, kv.slots("sick")] = math.nan
+    storage.values[:, kv.slots("sick")] = math.nan
     segments = [Segment(11, 12, kv.slots("sick")), Segment(1, 3, kv.slots("well"))]
     rows = Rows(segments, CPU)
     attention = PagedAttention(rows, [storage], HEADS // KV_HEADS)

@@ -163,7 +163,7 @@ def test_real_weights_give_the_modules_logits(
 
 def test_nan_is_marked_and_stays_in_its_request(native: LoadedTarget) -> None:
     kept = storages(native, 2)
-    kept[0].keys[SLOTS["a"][0]] = torch.nan
+    kept[0].keys[:, SLOTS["a"][0]] = torch.nan
     rows = Rows([Segment(1, 3, SLOTS["a"]), Segment(0, 2, SLOTS["b"])], CPU)
     output = native.model.run(StepInput(rows, torch.tensor([5, 6, 7, 8]), torch.tensor([1, 3])), kept)
     assert output.best[0] == -1

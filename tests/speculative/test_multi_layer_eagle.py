@@ -231,7 +231,7 @@ def test_nan_in_an_early_chunk_ends_one_request_and_spares_the_others(toy_target
     sick, well = engine.add_request("sick", PROMPTS[0], wish), engine.add_request("well", PROMPTS[1], wish)
     engine.step()
     # The next chunk chooses no token, so the first to meet the NaN are the draft layers.
-    engine.worker.target.storages[0].keys[engine.kv.slots("sick")[0]] = float("nan")
+    engine.worker.target.storages[0].keys[:, engine.kv.slots("sick")[0]] = float("nan")
     while engine.has_work:
         engine.step()
     assert "NaN" in str(sick.error)

@@ -93,15 +93,13 @@ class PagedAttention:
         """See ``tiercel.models.layers.Attention``."""
         storage, lay = self.storages[layer], self.lay
         storage.write(lay.write_slots, k, v)
-        keys, values = storage.read(lay.context)  # each [batch, context, kv_heads, head_dim]
+        keys, values = storage.read(lay.context)  # each [batch, kv_heads, context, head_dim]
         batch, width = lay.shape
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
         queries = q[lay.gather] if lay.is_ragged else q.view(batch, width, heads, head_dim)
         folded = queries.view(batch, width, kv_heads, self.group, head_dim).permute(0, 2, 3, 1, 4)
         folded = folded.reshape(batch, kv_heads, self.group * width, head_dim)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self.mask
-        )
+        out = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=self.mask)
         out = out.view(batch, kv_heads, self.group, width, head_dim).permute(0, 3, 1, 2, 4)
         flat = out.reshape(batch, width, heads * head_dim)
         return flat[lay.scatter] if lay.is_ragged else flat.view(batch * width, heads * head_dim)

@@ -8,25 +8,29 @@ from torch import Tensor
 
 
 class KvStorage:
-    """Keys and values of one layer: two tensors ``[num_slots, num_kv_heads, head_dim]``, zero until written."""
+    """Keys and values of one layer: two tensors ``[num_kv_heads, num_slots, head_dim]``, zero until written.
+
+    Head by head, so that a head's pass over its keys is one stream through memory.
+    """
 
     def __init__(
         self, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (num_slots, num_kv_heads, head_dim)
+        shape = (num_kv_heads, num_slots, head_dim)
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows (``[rows, num_kv_heads, head_dim]``) at ``slots`` (int64 ``[rows]``)."""
-        self.keys.index_copy_(0, slots, keys)
-        self.values.index_copy_(0, slots, values)
+        self.keys.index_copy_(1, slots, keys.transpose(0, 1))
+        self.values.index_copy_(1, slots, values.transpose(0, 1))
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at ``slots`` (int64 ``[batch, context]``): each ``[batch, context, num_kv_heads, head_dim]``."""
+        """Keys and values at ``slots`` (int64 ``[batch, context]``): each ``[batch, num_kv_heads, context, head_dim]``."""
         flat = slots.flatten()
-        shape = (*slots.shape, *self.keys.shape[1:])
-        return self.keys.index_select(0, flat).view(shape), self.values.index_select(0, flat).view(shape)
+        shape = (self.keys.shape[0], *slots.shape, self.keys.shape[2])
+        keys, values = (held.index_select(1, flat).view(shape).transpose(0, 1) for held in (self.keys, self.values))
+        return keys, values
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

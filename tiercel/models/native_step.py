@@ -51,6 +51,7 @@ class NativeStep:
             segments=len(rows.segments),
             segment_rows=rows.firsts.data_ptr(),
             slots=rows.slot_addresses.data_ptr(),
+            pool=storages[0].keys.shape[1],
             keys=keys.data_ptr(),
             values=values.data_ptr(),
             hidden=hidden.data_ptr(),

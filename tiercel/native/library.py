@@ -39,6 +39,7 @@ class Step(Structure):
         ("segments", c_int64),
         ("segment_rows", c_void_p),
         ("slots", c_void_p),
+        ("pool", c_int64),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("hidden", c_void_p),

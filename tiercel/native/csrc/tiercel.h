@@ -41,7 +41,8 @@ typedef struct {
     int64_t segments;
     const int64_t *segment_rows;                // [segments + 1]: first row of each segment, then rows
     const int64_t *const *slots;                // [segments]: KV slot of every position of that request
-    float *const *keys, *const *values;         // [layers]: each [slots, kv_heads, head_dim]
+    int64_t pool;                               // KV slots in all
+    float *const *keys, *const *values;         // [layers]: each [kv_heads, pool, head_dim]
     float *hidden;                              // out [rows, hidden], before the final norm
     int64_t wanted;
     const int64_t *wanted_rows;                 // [wanted]: rows whose next token is asked for
