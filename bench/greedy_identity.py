@@ -44,19 +44,27 @@ def main(
     limit: Annotated[int, typer.Option(help="Take so many prompts, spread over the file; 0 takes all.")] = 0,
     model: Annotated[str, typer.Option()] = "smollm2-135m",
     draft: Annotated[str, typer.Option()] = "auto",
+    activation_bits: Annotated[int, typer.Option(help="8 or 16.")] = 8,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="PyTorch's modules.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Compare, list, judge."""
     rows = read_prompts(prompts)
     if limit:
         rows = rows[:: max(1, len(rows) // limit)][:limit]
-    engine = EngineConfig(model=model, dtype="float32", max_batch_size=batch)
+    engine = EngineConfig(
+        model=model,
+        dtype="float32",
+        max_batch_size=batch,
+        activation_bits=activation_bits,
+        enforce_eager=enforce_eager,
+    )
     target = load_target(engine, SpecConfig(draft=draft))
     plain, took = answers(LLM(engine=engine, spec=SpecConfig(method="none"), target=target), rows, max_tokens)
     print(f"plain: {len(rows)} prompts at batch {batch}, {took:.0f} s", flush=True)
     result, failed = [], False
     for depth in num_steps or [3]:
-        spec = SpecConfig(draft=draft, num_steps=depth)
+        spec = SpecConfig(draft=draft, num_steps=depth, max_verify_rows=batch * (depth + 1))
         ours, took = answers(LLM(engine=engine, spec=spec, target=target), rows, max_tokens)
         differing = [difference(target, plain[r.request_id], ours[r.request_id]) for r in rows]
         found = [d for d in differing if d]

@@ -59,7 +59,8 @@ def command(
         num_threads=threads,
         max_batch_size=max_batch_size,
     )
-    spec = SpecConfig(draft=draft, num_steps=num_steps)
+    every_depth = max_batch_size * 64  # acceptance is measured at K, whatever that costs with so many requests at once
+    spec = SpecConfig(draft=draft, num_steps=num_steps, max_verify_rows=every_depth)
     target = load_target(engine, spec)
     with LLM(engine=engine, spec=spec, target=target) as llm, Console(stderr=True).status("answering") as status:
         outputs: list[RequestOutput] = []
