@@ -1,6 +1,6 @@
 """A worker whose drafts are given, so that any accept pattern can be forced on a real target."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ClassVar
 
 from tiercel.core.batch import Batch
@@ -32,8 +32,8 @@ class ScriptedWorker(SpecWorker):
         born = [self.step - 2 if chain else None for chain in chains]
         return VerifyInput(chains, [tuple(range(len(chain))) for chain in chains], born)
 
-    def draft_extend(self, rows: ComputedRows) -> Iterator[None]:
-        return iter(())
+    def draft_extend(self, rows: ComputedRows) -> list[int]:
+        return []
 
     def forget(self, request_id: str) -> None:
         self.forgotten.append(request_id)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import Engine, LoadedTarget
 from tiercel.models.attention import DenseAttention
 from tiercel.models.mtp import MtpDraft
+from tiercel.models.mtp_checkpoint import load_draft, save_draft
 from tiercel.models.step import eager_draft
 from tiercel.speculative import registry
 from tiercel.speculative.base_worker import SpecWorker
@@ -125,6 +127,31 @@ def test_drafts_equal_a_fresh_prefill_after_every_accept_pattern(
     assert {r.request_id: r.output_token_ids for r in reqs} == answers
     assert engine.worker.states == {}
     assert engine.kv.num_slots_used == 0
+
+
+@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("max_verify_rows", [6, 99])
+def test_recorded_layers_draft_what_the_reference_does(
+    toy_modules: LoadedTarget, toy_native: LoadedTarget, tmp_path: Path, chained: bool, max_verify_rows: int
+) -> None:
+    draft = random_draft(toy_modules, chained=chained)
+    save_draft(draft, tmp_path, {})
+    draft = load_draft(tmp_path, toy_modules.checkpoint, toy_modules.model.decoder)  # rounded to bfloat16
+    answers = plain_answers(toy_modules, SAMPLING)
+    spec = SpecConfig(draft=str(tmp_path), max_verify_rows=max_verify_rows)
+    engine = Engine(EngineConfig(max_prefill_tokens=7, page_size=4), spec, TraceConfig(), toy_native)
+    sometimes_right(engine, answers)
+    reqs = [engine.add_request(str(i), prompt, SAMPLING) for i, prompt in enumerate(PROMPTS)]
+    assert isinstance(engine.worker, MultiLayerEagleWorker)
+    assert engine.worker.model.chain is not None
+    checked = 0
+    for req in rounds(engine):
+        drafts = engine.worker.states[req.request_id].drafts
+        assert drafts == reference_drafts(toy_modules, draft, req.token_ids, len(drafts))
+        checked += 1
+    assert checked > 5
+    assert {r.request_id: r.output_token_ids for r in reqs} == answers
+    assert max(max(r.spec.correct) for r in reqs) == min(3, max_verify_rows // 3 - 1)
 
 
 def test_drafts_are_exact_after_preemption_and_resume(toy_target: LoadedTarget) -> None:

@@ -22,7 +22,7 @@ from tiercel.models.decoder import Decoder
 from tiercel.models.description import ModelDescription, MtpDescription
 from tiercel.models.loading import fill, published_tensors
 from tiercel.models.mtp import MtpDraft
-from tiercel.models.native_step import NativeTarget, native_mtp_layers
+from tiercel.models.native_step import NativeChain, NativeTarget, native_mtp_layers
 from tiercel.models.step import DraftModel, EagerTarget, Target, eager_draft
 
 FORMAT = "tiercel-mtp-1"
@@ -140,7 +140,8 @@ def load_draft_model(folder: Path, checkpoint: Checkpoint, target: Target) -> Dr
     description, d2t, tensors = _read(folder, checkpoint)
     target_ids = d2t + torch.arange(len(d2t))
     layers = native_mtp_layers(description, tensors.items(), target_ids, target, f"draft {folder}")
-    return DraftModel(description, list(layers), target_ids)
+    chain = NativeChain(layers, description.chained, target_ids)
+    return DraftModel(description, list(layers), target_ids, chain)
 
 
 def _read(folder: Path, target: Checkpoint) -> tuple[MtpDescription, Tensor, dict[str, Tensor]]:

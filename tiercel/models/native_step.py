@@ -14,6 +14,7 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tiercel.kvcache.rows import Rows
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.decoder import Decoder
@@ -21,9 +22,9 @@ from tiercel.models.description import ModelDescription, MtpDescription
 from tiercel.models.loading import matched, published_tensors
 from tiercel.models.mtp import MtpLayer
 from tiercel.models.step import StepInput, StepOutput
-from tiercel.native.library import Shape, Step
+from tiercel.native.library import Chain, Shape, Step
 from tiercel.native.matrix import BLOCK, Blocks, Format, Matrix, stacked
-from tiercel.native.model import CombineWeights, LayerWeights, NativeModel, Vector
+from tiercel.native.model import CombineWeights, LayerWeights, NativeModel, Vector, run_chain
 
 
 class NativeStep:
@@ -68,6 +69,56 @@ class NativeStep:
             keys = torch.tensor([s.keys.data_ptr() for s in storages])
             self._storages = (storages, keys, torch.tensor([s.values.data_ptr() for s in storages]))
         return self._storages[1:]
+
+
+class NativeChain:
+    """See ``DraftChain``."""
+
+    def __init__(self, layers: list[NativeStep], is_chained: bool, target_ids: Tensor) -> None:
+        self.layers, self.is_chained, self.target_ids = layers, is_chained, target_ids
+        self.handles = torch.tensor([layer.model.handle for layer in layers])
+        self._storages: tuple[list[list[KvStorage]], Tensor, Tensor] | None = None
+
+    def __call__(
+        self,
+        rows: Rows,
+        token_ids: Tensor,
+        last: Tensor,
+        known: Tensor,
+        target_hidden: Tensor,
+        storages: list[list[KvStorage]],
+    ) -> tuple[Tensor, list[int]]:
+        """See ``DraftChain``."""
+        if self._storages is None or self._storages[0] is not storages:
+            keys = torch.tensor([s.keys.data_ptr() for layer in storages for s in layer])
+            self._storages = (storages, keys, torch.tensor([s.values.data_ptr() for layer in storages for s in layer]))
+        tokens, source, wanted = token_ids.clone(), target_hidden.contiguous(), known.contiguous()
+        drafts, ends = torch.empty_like(wanted), torch.empty(len(wanted), dtype=torch.int64)
+        chain = Chain(
+            depth=len(wanted),
+            layers=self.handles.data_ptr(),
+            keys=self._storages[1].data_ptr(),
+            values=self._storages[2].data_ptr(),
+            is_chained=self.is_chained,
+            token_ids=tokens.data_ptr(),
+            known=wanted.data_ptr(),
+            target_ids=self.target_ids.data_ptr(),
+            drafts=drafts.data_ptr(),
+            end_ns=ends.data_ptr(),
+        )
+        step = Step(
+            rows=rows.num_rows,
+            positions=rows.positions.data_ptr(),
+            target_hidden=source.data_ptr(),
+            segments=len(rows.segments),
+            segment_rows=rows.firsts.data_ptr(),
+            slots=rows.slot_addresses.data_ptr(),
+            pool=storages[0][0].keys.shape[1],
+            wanted=len(last),
+            wanted_rows=last.data_ptr(),
+        )
+        run_chain(chain, step, torch.get_num_threads())
+        return drafts, ends.tolist()
 
 
 class NativeTarget(NativeStep):

@@ -64,16 +64,47 @@ class Target(StepModel, Protocol):
     def description(self) -> ModelDescription: ...
 
 
+class DraftChain(Protocol):
+    """MTP layers that run one after the other in one call, each proposing greedily what the next one reads."""
+
+    def __call__(
+        self,
+        rows: Rows,
+        token_ids: Tensor,
+        last: Tensor,
+        known: Tensor,
+        target_hidden: Tensor,
+        storages: list[list[KvStorage]],
+    ) -> tuple[Tensor, list[int]]:
+        """Run as many layers as ``known`` has rows.
+
+        Args:
+            rows: whose rows.
+            token_ids: int64 ``[rows]``: x[t] of every row; layer i reads x[t + 1 + i].
+            last: each request's last row, int64 ``[requests]``.
+            known: int64 ``[depth, requests]``: the token that layer i reads in a request's last row, -1 where it is
+                the draft of the layer before.
+            target_hidden: ``[rows, target_hidden_size]``.
+            storages: of each layer.
+
+        Returns:
+            Drafts, int64 ``[depth, requests]`` (target ids), and when each layer ended (``perf_counter_ns``).
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DraftModel:
     """A draft ready to run.
 
-    ``layers[i]`` is MTP layer i; ``target_ids`` (int64 ``[draft_vocab_size]``) are the target's ids of the draft's.
+    ``layers[i]`` is MTP layer i; ``target_ids`` (int64 ``[draft_vocab_size]``) are the target's ids of the draft's;
+    ``chain`` runs the layers in one call where that is possible.
     """
 
     description: MtpDescription
     layers: list[StepModel]
     target_ids: Tensor
+    chain: DraftChain | None = None
 
 
 class EagerTarget:

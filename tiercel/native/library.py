@@ -50,6 +50,23 @@ class Step(Structure):
     )
 
 
+class Chain(Structure):
+    """``tc_chain``."""
+
+    _fields_ = (
+        ("depth", c_int64),
+        ("layers", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("is_chained", c_int32),
+        ("token_ids", c_void_p),
+        ("known", c_void_p),
+        ("target_ids", c_void_p),
+        ("drafts", c_void_p),
+        ("end_ns", c_void_p),
+    )
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library, or None where installing the package built none (no C++ compiler)."""
@@ -71,6 +88,7 @@ def library() -> ctypes.CDLL | None:
         ("tc_model_set_combine", None, (c_void_p, c_void_p, c_void_p, c_void_p)),
         ("tc_model_set_head", None, (c_void_p, c_void_p, c_void_p)),
         ("tc_model_run", None, (c_void_p, POINTER(Step))),
+        ("tc_chain_run", None, (POINTER(Chain), POINTER(Step))),
     ):
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments

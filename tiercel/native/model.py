@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercel.native.library import Layer, Shape, Step, bound
+from tiercel.native.library import Chain, Layer, Shape, Step, bound
 from tiercel.native.matrix import Matrix
 
 Vector = NDArray[np.float32]
@@ -86,3 +86,9 @@ class NativeModel:
         """Play one step; everything that ``step`` points at stays the caller's, and lives until this returns."""
         self.library.tc_set_threads(threads)
         self.library.tc_model_run(self.handle, ctypes.byref(step))
+
+
+def run_chain(chain: Chain, step: Step, threads: int) -> None:
+    """Play MTP layers one after the other; as for ``NativeModel.run``, the caller keeps everything alive."""
+    bound().tc_set_threads(threads)
+    bound().tc_chain_run(ctypes.byref(chain), ctypes.byref(step))

@@ -1,7 +1,6 @@
 """The round. One base class owns it, hooks included; a worker only supplies its parts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import ClassVar, final
@@ -77,8 +76,12 @@ class SpecWorker(ABC):
         """Assemble the drafts to be verified in this round."""
 
     @abstractmethod
-    def draft_extend(self, rows: ComputedRows) -> Iterator[None]:
-        """Read the rows the target has computed and prepare the next round's drafts; yields after each MTP layer."""
+    def draft_extend(self, rows: ComputedRows) -> list[int]:
+        """Read the rows the target has computed and prepare the next round's drafts.
+
+        Returns:
+            When each MTP layer ended, by ``now``; empty where none ran.
+        """
 
     @abstractmethod
     def forget(self, request_id: str) -> None:
@@ -102,17 +105,17 @@ class SpecWorker(ABC):
 
     def _decode(self, batch: Batch, record: StepRecord) -> GenerationBatchResult:
         reqs, starts = batch.reqs, [req.num_computed for req in batch.reqs]
-        record.draft_start_ns = self._now()
+        record.draft_start_ns = self.now()
         set_time_batch(reqs, "set_spec_draft_start_time", trace_only=True, ts_ns=record.draft_start_ns)
         with draft_tp_context(self.draft_tp_group), speculative_moe_backend_context():
             verify_input = self.draft(batch)
-        record.draft_end_ns = self._now()
+        record.draft_end_ns = self.now()
         set_time_batch(reqs, "set_spec_draft_end_time", trace_only=True, ts_ns=record.draft_end_ns)
 
-        record.verify_start_ns = self._now()
+        record.verify_start_ns = self.now()
         set_time_batch(reqs, "set_spec_verify_start_time", trace_only=True, ts_ns=record.verify_start_ns)
         logits_output, verify_output, can_run_graph = self.verify(batch, verify_input)
-        record.verify_end_ns = self._now()
+        record.verify_end_ns = self.now()
         if get_global_tracing_enabled():
             for req, correct in zip(reqs, verify_output.num_correct_drafts_per_req_cpu, strict=True):
                 req.time_stats.set_spec_verify_end_time(record.verify_end_ns, num_correct_drafts=correct)
@@ -124,11 +127,11 @@ class SpecWorker(ABC):
 
     def _extend(self, batch: Batch, record: StepRecord) -> GenerationBatchResult:
         reqs, starts, ends = batch.reqs, [req.num_computed for req in batch.reqs], batch.extend_ends
-        record.draft_start_ns = record.draft_end_ns = record.verify_start_ns = self._now()
+        record.draft_start_ns = record.draft_end_ns = record.verify_start_ns = self.now()
         tokens = [t for req, start, end in zip(reqs, starts, ends, strict=True) for t in req.token_ids[start:end]]
         is_last = [not r.output_token_ids and end == len(r.token_ids) for r, end in zip(reqs, ends, strict=True)]
         logits_output = self.target.forward(reqs, self._on_device(tokens), ends, [int(last) for last in is_last])
-        record.verify_end_ns = self._now()
+        record.verify_end_ns = self.now()
 
         num_emitted = []
         for req, end, sampled in zip(reqs, ends, logits_output.token_ids, strict=True):
@@ -180,19 +183,20 @@ class SpecWorker(ABC):
 
     def _draft_extend(self, rows: ComputedRows, record: StepRecord, *, traced: bool) -> None:
         # Finished requests have no next round, so nothing is drafted for them and their last round has no such stage.
-        record.draft_extend_start_ns = self._now()
+        record.draft_extend_start_ns = self.now()
         if traced:
             start = record.draft_extend_start_ns
             set_time_batch(rows.reqs, "set_spec_draft_extend_start_time", trace_only=True, ts_ns=start)
         if rows.reqs:
             with draft_tp_context(self.draft_tp_group), speculative_moe_backend_context():
-                record.layer_end_ns = [self._now() for _ in self.draft_extend(rows)]
-        record.draft_extend_end_ns = self._now()
+                record.layer_end_ns = self.draft_extend(rows)
+        record.draft_extend_end_ns = self.now()
         if traced:
             end = record.draft_extend_end_ns
             set_time_batch(rows.reqs, "set_spec_draft_extend_end_time", trace_only=True, ts_ns=end)
 
-    def _now(self) -> int:
+    def now(self) -> int:
+        """Host clock in nanoseconds, once the device has done its work."""
         self.target.placement.synchronize()
         return perf_counter_ns()
 

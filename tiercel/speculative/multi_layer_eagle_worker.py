@@ -7,8 +7,8 @@ from hidden states kept for the purpose, so that draft KV equals that of a fresh
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -133,7 +133,7 @@ class MultiLayerEagleWorker(SpecWorker):
         """Drafts per request that a verify of so many requests may hold."""
         return min(self.num_steps, max(0, self.max_verify_rows // max(1, num_requests) - 1))
 
-    def draft_extend(self, rows: ComputedRows) -> Iterator[None]:
+    def draft_extend(self, rows: ComputedRows) -> list[int]:
         # A request that can use no more drafts never will again: its rows are left out.
         alive = [
             (req, self._receive(req, start, hidden))
@@ -146,34 +146,46 @@ class MultiLayerEagleWorker(SpecWorker):
         if depth == 0:
             for _, state in alive:
                 state.drafts = []
-            return
+            return []
         pieces = [DraftRows(req, state, self._first_row(state, depth), req.num_computed) for req, state in alive]
+        drafts, ends = self._run(pieces, depth)
+        for piece, proposed in zip(pieces, drafts.t().tolist(), strict=True):
+            state = piece.state
+            state.ends[:depth] = [piece.end] * depth
+            state.drafts, state.born_step = proposed, self.step - 1
+            state.hidden.forget_before(self._first_row(state, self.num_steps))
+        return ends
+
+    def _run(self, pieces: list[DraftRows], depth: int) -> tuple[Tensor, list[int]]:
+        """Run ``depth`` layers: drafts ``[depth, requests]`` and when each layer ended."""
         device = self.target.placement.device
-        segments = [Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces]
-        flat = Rows(segments, device)
-        last = torch.tensor([p.end - p.start for p in pieces], device=device).cumsum(0) - 1
-        known = torch.tensor([p.known_tokens(depth) for p in pieces], device=device)
-        target_hidden = hidden = torch.cat([p.state.hidden.since(p.start) for p in pieces])
+        rows = Rows([Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces], device)
+        last = torch.tensor([end - 1 for end in accumulate(rows.counts)], device=device)
         tokens = torch.tensor([t for p in pieces for t in p.req.token_ids[p.start : p.end]], device=device)
-        is_known, newest, drafts = known >= 0, known[:, 0], []
-        for index in range(depth):
+        known = torch.tensor([p.known_tokens(depth) for p in pieces], device=device).t()
+        hidden = torch.cat([p.state.hidden.since(p.start) for p in pieces])
+        if self.model.chain is not None and all(p.req.sampling.is_greedy for p in pieces):
+            return self.model.chain(rows, tokens, last, known, hidden, self.storages)
+        return self._layer_by_layer(pieces, rows, tokens, last, known, hidden)
+
+    def _layer_by_layer(
+        self, pieces: list[DraftRows], rows: Rows, tokens: Tensor, last: Tensor, known: Tensor, target_hidden: Tensor
+    ) -> tuple[Tensor, list[int]]:
+        hidden, is_known, newest, drafts, ends = target_hidden, known >= 0, known[0], [], []
+        for index in range(len(known)):
             # One token to the left: each request's last row takes the next known token, else the newest draft.
             tokens = tokens.roll(-1)
-            tokens[last] = torch.where(is_known[:, index], known[:, index], newest)
+            tokens[last] = torch.where(is_known[index], known[index], newest)
             source = hidden if self.model.description.chained else target_hidden
             how = [RowSampling(p.req.sampling, p.req.seed, p.end + 1 + index) for p in pieces]
-            step = StepInput(flat, tokens, last, needs_logits(how), source)
+            step = StepInput(rows, tokens, last, needs_logits(how), source)
             output = self.model.layers[index].run(step, self.storages[index])
             # A draft is only a guess: where its logits are NaN (-1) any token will do, and the next layer can embed it.
             newest = choose(output.best, output.logits, how, self.target.noise, self.model.target_ids).clamp(min=0)
             hidden = output.hidden
             drafts.append(newest)
-            yield
-        for piece, proposed in zip(pieces, torch.stack(drafts, dim=1).tolist(), strict=True):
-            state = piece.state
-            state.ends[:depth] = [piece.end] * depth
-            state.drafts, state.born_step = proposed, self.step - 1
-            state.hidden.forget_before(self._first_row(state, self.num_steps))
+            ends.append(self.now())
+        return torch.stack(drafts), ends
 
     def _first_row(self, state: DraftState, depth: int) -> int:
         """Where the first ``depth`` layers have to go on: at their oldest end, less the rows that are fed again."""

@@ -1,6 +1,5 @@
 """Plain decoding as a round without drafts: the baseline runs through the same code, hooks and records."""
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from tiercel.core.batch import Batch
@@ -16,8 +15,8 @@ class NullWorker(SpecWorker):
         count = len(batch.reqs)
         return VerifyInput([[] for _ in range(count)], [()] * count, [None] * count)
 
-    def draft_extend(self, rows: ComputedRows) -> Iterator[None]:
-        return iter(())
+    def draft_extend(self, rows: ComputedRows) -> list[int]:
+        return []
 
     def forget(self, request_id: str) -> None:
         """Nothing is kept."""

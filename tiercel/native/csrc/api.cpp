@@ -1,7 +1,9 @@
 // Packing, dequantisation, and the C interface.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <mutex>
+#include <vector>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <unistd.h>
@@ -231,6 +233,32 @@ void tc_model_set_head(tc_model *model, const float *norm, const tc_matrix *head
 void tc_model_run(tc_model *model, const tc_step *step) {
     std::lock_guard<std::mutex> guard(one_at_a_time);
     path->run(*model, *step, team());
+}
+
+void tc_chain_run(const tc_chain *chain, const tc_step *step) {
+    std::lock_guard<std::mutex> guard(one_at_a_time);
+    const size_t size = step->rows * chain->layers[0]->shape.hidden;
+    std::vector<float> hidden[2] = {std::vector<float>(size), std::vector<float>(size)};
+    tc_step one = *step;
+    one.token_ids = chain->token_ids;
+    one.logits = nullptr;
+    for (int64_t i = 0; i < chain->depth; i++) {
+        // One token to the left: each request's last row takes the next known token, else the newest draft.
+        std::copy(chain->token_ids + 1, chain->token_ids + step->rows, chain->token_ids);
+        int64_t *drafts = chain->drafts + i * step->wanted;
+        for (int64_t w = 0; w < step->wanted; w++) {
+            const int64_t known = chain->known[i * step->wanted + w];
+            chain->token_ids[step->wanted_rows[w]] = known >= 0 || i == 0 ? known : drafts[w - step->wanted];
+        }
+        one.target_hidden = chain->is_chained && i > 0 ? hidden[(i - 1) % 2].data() : step->target_hidden;
+        one.hidden = hidden[i % 2].data();
+        one.keys = chain->keys + i;
+        one.values = chain->values + i;
+        one.best = drafts;
+        path->run(*chain->layers[i], one, team());
+        for (int64_t w = 0; w < step->wanted; w++) drafts[w] = drafts[w] < 0 ? 0 : chain->target_ids[drafts[w]];
+        chain->end_ns[i] = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+    }
 }
 
 }  // extern "C"

@@ -50,6 +50,19 @@ typedef struct {
     int64_t *best;                              // out [wanted]: argmax (lowest index of equals), -1 where a logit is NaN
 } tc_step;
 
+// MTP layers one after the other over the rows of one step, each proposing greedily what the next one reads.
+typedef struct {
+    int64_t depth;
+    tc_model *const *layers;                    // [depth]
+    float *const *keys, *const *values;         // [depth]: each [kv_heads, pool, head_dim]
+    int32_t is_chained;                         // layer i > 0 reads the output of layer i - 1, else the target's hidden states
+    int64_t *token_ids;                         // [rows]: x[t] of every row; shifted from layer to layer
+    const int64_t *known;                       // [depth, wanted]: the token that layer i reads in a request's last row, or -1
+    const int64_t *target_ids;                  // [draft vocabulary]
+    int64_t *drafts;                            // out [depth, wanted]: target ids; 0 where a logit was NaN
+    int64_t *end_ns;                            // out [depth]: when each layer ended, on the monotonic clock
+} tc_chain;
+
 const char *tc_isa(void);                       // code path in use: "avx512vnni", "avx2" or "portable"
 int tc_set_isa(const char *name);               // 0, or -1 where this processor lacks it
 void tc_set_threads(int count);
@@ -67,6 +80,8 @@ void tc_model_add_layer(tc_model *, const tc_layer *);
 void tc_model_set_combine(tc_model *, const float *enorm, const float *hnorm, const tc_matrix *eh_proj);
 void tc_model_set_head(tc_model *, const float *norm, const tc_matrix *head);
 void tc_model_run(tc_model *, const tc_step *);
+// Of `step`, the rows, their positions, slots and pool, target_hidden, and wanted_rows (each request's last row) are read.
+void tc_chain_run(const tc_chain *, const tc_step *step);
 
 #ifdef __cplusplus
 }
