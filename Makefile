@@ -8,7 +8,7 @@ PYTHON ?= python3
 # A prompt may hold quotes, dollars and line breaks: it travels in the environment, never through the shell's parser.
 export TIERCEL_DEMO_PROMPT = $(value PROMPT)
 
-.PHONY: help setup model demo test lint fmt clean
+.PHONY: help setup model demo test lint fmt peers clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -38,5 +38,8 @@ fmt: $(STAMP)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+peers: $(STAMP)  ## environments of the engines that `tiercel bench peers` compares with (llama.cpp is compiled: minutes)
+	$(BIN)/tiercel bench peers --setup llama_cpp --setup openvino --setup transformers
+
 clean:  ## remove what was built (not the model)
-	rm -rf $(VENV) build dist tiercel/native/*.so demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) bench/peers/*/.venv build dist tiercel/native/*.so demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -51,8 +51,8 @@ class Sample:
 
     def to_json(self) -> dict[str, Any]:
         """The raw sample, token ids included."""
-        flat = asdict(self)
-        return flat | flat.pop("answer") | {"tokens": self.num_tokens, "decode_ms": self.decode_ms}
+        where = {"contender": self.contender, "run": self.run, "prompt": self.prompt}
+        return where | asdict(self.answer) | {"tokens": self.num_tokens, "decode_ms": self.decode_ms}
 
 
 @dataclass(frozen=True, slots=True)

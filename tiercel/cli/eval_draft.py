@@ -1,7 +1,5 @@
 """``tiercel eval-draft``: acceptance of a draft, through the serving path and teacher-forced on the same answers."""
 
-import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercel.cli import options
+from tiercel.cli.json_file import check_writable, write_json
 from tiercel.cli.prompts import PromptRow, read_prompts
 from tiercel.cli.render import percent
 from tiercel.core.acceptance import SpecCounts
 from tiercel.core.config import EngineConfig, SpecConfig
-from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import load_target
 from tiercel.engine.llm import LLM
@@ -48,8 +46,7 @@ def command(
 ) -> None:
     """Measure greedy acceptance per category and position, as served; compare with the layers' teacher-forced accuracy."""
     rows = read_prompts(prompts)
-    if json_file:
-        _check_writable(json_file)
+    check_writable(json_file)
     engine = EngineConfig(
         model=model,
         dtype=dtype,
@@ -87,14 +84,7 @@ def command(
         "teacher_forced": forced,
     }
     _print(result)
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def _check_writable(file: Path) -> None:
-    """Refuse before the measuring, not after it."""
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(f"cannot write {file}: give --json a file in a folder that exists and can be written")
+    write_json(json_file, result)
 
 
 def _served(rows: list[PromptRow], outputs: list[RequestOutput], depth: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tiercel import __version__
+from tiercel.cli import bench
 from tiercel.core.errors import UserError
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 for _name in ("pull", "generate", "demo", "train", "eval_draft"):
     app.command(_name.replace("_", "-"))(import_module(f"tiercel.cli.{_name}").command)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,32 @@
+"""llama.cpp, through the llama-cpp-python package: plain, or with its own prompt lookup."""
+
+from importlib.metadata import version
+
+from llama_cpp import Llama
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from bench.peers.protocol import Answer, Reply, Settings, serve, timed_stream
+
+
+def open_model(settings: Settings) -> Answer:
+    draft = None
+    if settings.variant == "lookup":
+        draft = LlamaPromptLookupDecoding(num_pred_tokens=settings.lookup_tokens)
+    model = Llama(
+        settings.model,
+        n_ctx=settings.max_context,
+        n_threads=settings.threads,
+        n_threads_batch=settings.threads,
+        draft_model=draft,
+        verbose=False,
+    )
+
+    def answer(prompt_token_ids: list[int], max_tokens: int) -> Reply:
+        model.reset()  # it would otherwise keep a prompt that it has seen before
+        return timed_stream(lambda: model.generate(prompt_token_ids, temp=0.0), max_tokens)
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve(lambda: f"llama-cpp-python {version('llama-cpp-python')}", open_model)
