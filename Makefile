@@ -41,5 +41,5 @@ fmt: $(STAMP)  ## format the code
 peers: $(STAMP)  ## environments of the engines that `tiercel bench peers` compares with (llama.cpp is compiled: minutes)
 	$(BIN)/tiercel bench peers --setup llama_cpp --setup openvino --setup transformers
 
-clean:  ## remove what was built (not the model)
-	rm -rf $(VENV) bench/peers/*/.venv build dist tiercel/native/*.so demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove what was built (not the model, nor the environments of `make peers`)
+	rm -rf $(VENV) build dist tiercel/native/*.so demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -123,7 +123,10 @@ def test_peers(smollm2: Path, fake_peers: Path, tmp_path: Path) -> None:
     assert found["versions"]["llama.cpp plain"] == "fake 2.0"
     assert found["best_way"]["llama.cpp"] in found["contenders"]
     assert found["contenders"]["Tiercel K=1"]["equal_leading_tokens"]["median"] == 5
-    assert 0 < found["roofline"]["fraction_reached"]["round"] < found["roofline"]["fraction_reached"]["target_forward"]
+    steps = found["roofline"]["steps"]
+    assert {name: step["rows"] for name, step in steps.items()} == {"Tiercel plain": 1, "Tiercel K=1": 2}
+    for step in steps.values():
+        assert 0 < step["fraction_reached"]["round"] < step["fraction_reached"]["target_forward"]
     assert plot.read_text().startswith("<svg")
 
 

@@ -36,18 +36,20 @@ def own(samples: Samples) -> list[str]:
     return [name for name in samples.contenders if name.startswith(OWN)]
 
 
-def reached(samples: Samples, roofline: Roofline) -> dict[str, Any]:
-    """What a plain step takes, and which share of the machine's limit that is.
+def reached(samples: Samples, roofline: Roofline, depths: dict[str, int]) -> dict[str, Any]:
+    """The machine's limit beside what a step takes, for each of our contenders.
 
-    ``target_forward`` is the native call alone, ``round`` all that happens between two tokens.
+    The limit is that of the target's own matrices over K + 1 rows (``depths`` gives K). ``target_forward`` is the verify stage
+    alone; ``round`` all that happens from one round to the next, MTP layers included.
     """
-    plain = OWN + PLAIN
-    forward, whole = samples.spread(plain, stage_ms("verify")), samples.spread(plain, round_ms)
-    limit = roofline.limit_ms(1)
-    return roofline.to_json() | {
-        "plain_step_ms": {"target_forward": forward.median, "round": whole.median},
-        "fraction_reached": {"target_forward": limit / forward.median, "round": limit / whole.median},
-    }
+    found = {}
+    for name, depth in depths.items():
+        limit = roofline.limit_ms(depth + 1)
+        times = {"target_forward": stage_ms("verify"), "round": round_ms}
+        medians = {what: samples.spread(name, measure).median for what, measure in times.items()}
+        shares = {what: limit / ms for what, ms in medians.items()}
+        found[name] = {"rows": depth + 1, "limit_ms": limit, "median_ms": medians, "fraction_reached": shares}
+    return roofline.to_json() | {"steps": found}
 
 
 def _ratios(samples: Samples, us: str, them: str) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class Roofline:
         return max(reading, multiplying) * 1e3
 
     def to_json(self) -> dict[str, Any]:
-        """Measured numbers, demands, and the limit for one row."""
-        return asdict(self) | {"format": self.work.format.name, "limit_ms_1_row": self.limit_ms(1)}
+        """Measured numbers and demands."""
+        return asdict(self) | {"work": asdict(self.work) | {"format": self.work.format.name}}
 
 
 def measure(target: Target, bits: int, threads: int) -> Roofline | None:

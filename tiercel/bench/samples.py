@@ -70,10 +70,6 @@ class Spread:
         found = sorted(values)
         return cls(statistics.median(found), found[0], found[-1], len(found))
 
-    def show(self, digits: int = 1) -> str:
-        """For a table: ``median (least – most)``."""
-        return f"{self.median:.{digits}f} ({self.least:.{digits}f} – {self.most:.{digits}f})"
-
 
 Measure = Callable[[Sequence[Sample]], float]
 """One number from the samples of one run."""

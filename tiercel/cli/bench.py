@@ -165,6 +165,7 @@ def peers_command(
         ours = bench.contenders(stack, num_steps)
         for contender in ours:
             contender.name = peers.OWN + contender.name
+        depths = {contender.name: contender.llm.engine.worker.num_steps for contender in ours}
         report("measuring the machine's limits")
         limits = roofline.measure(bench.target.model, engine.activation_bits, torch.get_num_threads())
         settings = _peer_settings(bench, rows, max_tokens, lookup_tokens)
@@ -178,7 +179,7 @@ def peers_command(
         "contenders": peers.summary(samples),
         "ratios": peers.ratios(samples),
         "best_way": {one.title: peers.best_other(samples, one.title) for one in wanted},
-        "roofline": peers.reached(samples, limits) if limits else None,
+        "roofline": peers.reached(samples, limits, depths) if limits else None,
         "samples": _raw(samples),
     }
     _show(tables.peers(result), result, json_file)

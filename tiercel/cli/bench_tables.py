@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from tiercel.bench.latency import STAGES
 from tiercel.bench.samples import Spread
@@ -15,15 +16,14 @@ SPEED_COLUMNS = {
     "decode tok/s": "decode_tok_s",
     "end-to-end tok/s": "end_to_end_tok_s",
 }
-SPREAD = "median (least – most) of the runs"
+SPREAD = "median, least – most of the runs"
 
 
 def latency(result: dict[str, Any]) -> list[RenderableType]:
     """Speeds and ratios, then milliseconds per round by stage."""
-    rows = result["contenders"]
-    speeds = _table(f"batch 1: {SPREAD}", ["contender", *SPEED_COLUMNS, "decode / plain", "acceptance length"])
-    rounds = _table(f"milliseconds per round: {SPREAD}", ["contender", *(s.replace("_", " ") for s in STAGES), "round"])
-    for name, row in rows.items():
+    speeds = _table("batch 1", ["contender", *SPEED_COLUMNS, "decode / plain", "acceptance length"])
+    rounds = _table("milliseconds per round", ["contender", *(s.replace("_", " ") for s in STAGES), "round"])
+    for name, row in result["contenders"].items():
         length = f"{row['acceptance_length']:.2f}"
         speeds.add_row(name, *_speeds(row), show(row["decode_ratio_to_plain"], 2), length)
         stages = row["stage_ms_per_round"]
@@ -34,7 +34,7 @@ def latency(result: dict[str, Any]) -> list[RenderableType]:
 def throughput(result: dict[str, Any]) -> list[RenderableType]:
     """All requests together, then what one request sees."""
     columns = ["requests", "contender", "total tok/s", "total / plain", "first token ms", "decode tok/s of one"]
-    table = _table(f"requests at once: {SPREAD}", columns, left=2)
+    table = _table("requests at once", columns, left=2)
     for row in result["groups"]:
         numbers = (show(row["total_tok_s"]), show(row["total_ratio_to_plain"], 2))
         one = (show(row["first_token_ms"]), show(row["decode_tok_s"]))
@@ -44,8 +44,7 @@ def throughput(result: dict[str, Any]) -> list[RenderableType]:
 
 def overhead(result: dict[str, Any]) -> list[RenderableType]:
     """Cost of each way of looking."""
-    columns = ["tracing", *SPEED_COLUMNS, "decode time / off", "", "CPU time / off"]
-    table = _table(f"cost of tracing: {SPREAD}", columns)
+    table = _table("cost of tracing", ["tracing", *SPEED_COLUMNS, "decode time / off", "which is", "CPU time / off"])
     for name, row in result["contenders"].items():
         verdict = "within the noise" if row["below_noise"] else "above the noise"
         times = (show(row["decode_time_ratio_to_off"], 3), verdict, show(row["cpu_time_ratio_to_off"], 3))
@@ -54,19 +53,19 @@ def overhead(result: dict[str, Any]) -> list[RenderableType]:
 
 
 def peers(result: dict[str, Any]) -> list[RenderableType]:
-    """Speeds of everybody, our ratios, and the roofline."""
-    speeds = _table(f"same prompts, same tokens: {SPREAD}", ["contender", *SPEED_COLUMNS, "equal leading tokens"])
+    """Speeds of everybody, how many times faster we are, and the roofline."""
+    speeds = _table("same prompts, same number of tokens", ["contender", *SPEED_COLUMNS, "equal leading tokens"])
     for name, row in result["contenders"].items():
         speeds.add_row(name, *_speeds(row), show(row["equal_leading_tokens"], 0))
-    others = list(next(iter(result["ratios"].values())))
+    ratios = result["ratios"]
     found: list[RenderableType] = [speeds]
     for title, measure in SPEED_COLUMNS.items():
-        way = "(theirs / ours)" if measure == "first_token_ms" else "(ours / theirs)"
-        table = _table(f"how many times faster by {title} {way}: {SPREAD}", ["ours", *others])
-        for us, row in result["ratios"].items():
-            table.add_row(us, *(show(row[them][measure], 2) for them in others))
+        way = "theirs / ours" if measure == "first_token_ms" else "ours / theirs"
+        table = _table(f"times faster, {title} ({way})", ["than", *ratios])
+        for them in next(iter(ratios.values())):
+            table.add_row(them, *(show(row[them][measure], 2) for row in ratios.values()))
         found.append(table)
-    return [*found, _roofline(result["roofline"])]
+    return [*found, *_roofline(result["roofline"])]
 
 
 def hardware_line(result: dict[str, Any]) -> str:
@@ -74,36 +73,48 @@ def hardware_line(result: dict[str, Any]) -> str:
     found = result["hardware"]
     memory = f"{found['memory_bytes'] / 2**30:.0f} GiB" if found["memory_bytes"] else "memory unknown"
     path = found["code_path"] or "PyTorch, CPU library not built"
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    return f"{found['cpu']}, {found['cores']} cores, {memory}; {found['threads']} threads, {path}; {versions}"
+    versions = ", ".join(dict.fromkeys(_version(name, number) for name, number in result["versions"].items()))
+    return f"{found['cpu']}, {found['cores']} cores, {memory}; threads: {found['threads']}; {path}; {versions}"
 
 
-def show(spread: dict[str, Any], digits: int = 1) -> str:
-    """A spread from a result."""
-    return Spread(**spread).show(digits)
+def show(spread: dict[str, Any], digits: int = 1) -> Text:
+    """A spread from a result: the median above, least and most below it."""
+    found = Spread(**spread)
+    below = f"\n{found.least:.{digits}f} – {found.most:.{digits}f}" if found.count > 1 else ""
+    return Text.assemble(f"{found.median:.{digits}f}", (below, "dim"))
 
 
-def _roofline(found: dict[str, Any] | None) -> RenderableType:
+def _version(name: str, number: str) -> str:
+    return number if " " in number else f"{name} {number}"  # peers name their package themselves
+
+
+def _roofline(found: dict[str, Any] | None) -> list[RenderableType]:
     if found is None:
-        return "no roofline: the target does not run in the CPU library"
-    step, share, work = found["plain_step_ms"], found["fraction_reached"], found["work"]
-    table = _table("roofline of a plain step", ["quantity", "value"])
-    table.add_row("reading memory", f"{found['bytes_per_s'] / 1e9:.1f} GB/s")
-    table.add_row(f"multiplying, {found['format']} in cache", f"{found['operations_per_s'] / 1e9:.0f} G operations/s")
-    table.add_row("weights per step", f"{work['weight_bytes'] / 1e6:.1f} MB")
-    table.add_row("operations per row", f"{work['operations_per_row'] / 1e9:.3f} G")
-    table.add_row("limit for one row", f"{found['limit_ms_1_row']:.2f} ms")
-    table.add_row("target forward", f"{step['target_forward']:.2f} ms: {percent(share['target_forward'])} of the limit")
-    table.add_row("whole round", f"{step['round']:.2f} ms: {percent(share['round'])} of the limit")
-    return table
+        return ["no roofline: the target does not run in the CPU library"]
+    work = found["work"]
+    table = _table(
+        "roofline", ["step", "rows", "limit ms", "target forward ms", "of the limit", "round ms", "of the limit"]
+    )
+    for name, step in found["steps"].items():
+        cells = [f"{step['limit_ms']:.2f}"]
+        for what, ms in step["median_ms"].items():
+            cells += [f"{ms:.2f}", percent(step["fraction_reached"][what])]
+        table.add_row(name, str(step["rows"]), *cells)
+    line = (
+        f"measured: reading {found['bytes_per_s'] / 1e9:.1f} GB/s, multiplying with {work['format']} in the cache "
+        f"{found['operations_per_s'] / 1e9:.0f} G operations/s; a step reads {work['weight_bytes'] / 1e6:.1f} MB of weights, "
+        f"{work['operations_per_row'] / 1e9:.3f} G operations a row"
+    )
+    table.caption = None
+    return [table, line]
 
 
-def _speeds(row: dict[str, Any]) -> list[str]:
+def _speeds(row: dict[str, Any]) -> list[Text]:
     return [show(row[key]) for key in SPEED_COLUMNS.values()]
 
 
 def _table(title: str, columns: Sequence[str], left: int = 1) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=SPREAD, caption_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left else "right")
     return table
