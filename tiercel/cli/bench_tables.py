@@ -44,9 +44,9 @@ def throughput(result: dict[str, Any]) -> list[RenderableType]:
 
 def overhead(result: dict[str, Any]) -> list[RenderableType]:
     """Cost of each way of looking."""
-    table = _table("cost of tracing", ["tracing", *SPEED_COLUMNS, "decode time / off", "which is", "CPU time / off"])
+    table = _table("cost of tracing", ["tracing", *SPEED_COLUMNS, "decode time / off", "verdict", "CPU time / off"])
     for name, row in result["contenders"].items():
-        verdict = "within the noise" if row["below_noise"] else "above the noise"
+        verdict = "noise" if row["below_noise"] else "above noise"
         times = (show(row["decode_time_ratio_to_off"], 3), verdict, show(row["cpu_time_ratio_to_off"], 3))
         table.add_row(name, *_speeds(row), *times)
     return [table]
