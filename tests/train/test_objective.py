@@ -40,11 +40,12 @@ def test_the_walk_counts_what_serving_counts(toy_target: LoadedTarget) -> None:
     from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
     from tiercel.core.sampling_params import SamplingParams
     from tiercel.engine.engine import Engine
+    from tiercel.models.step import eager_draft
     from tiercel.speculative import registry
     from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
 
     draft = echoing_draft(toy_target)
-    registry.WORKERS["probe"] = lambda context: MultiLayerEagleWorker(context.target, draft, 3)
+    registry.WORKERS["probe"] = lambda context: MultiLayerEagleWorker(context.target, eager_draft(draft), 3)
     try:
         object.__setattr__(spec := SpecConfig(method="none"), "method", "probe")
         engine = Engine(EngineConfig(), spec, TraceConfig(), toy_target)
