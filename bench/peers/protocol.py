@@ -1,9 +1,10 @@
 """The line protocol between `tiercel bench peers` and a peer's driver, the driver's side.
 
 A driver is a process in the peer's own environment. Each line is one JSON object. The first line it reads is `Settings`; it
-answers with {"version": …} once the model is ready. Each further line is a request {"prompt_token_ids": […], "max_tokens": n},
-answered by {"token_ids": […], "first_token_s": …, "total_s": …}: seconds from the moment the peer was given the prompt.
-Anything that fails is answered by {"error": …} and ends the driver. The end of input ends it too.
+answers with {"version": …} once the model is ready. Each further line is {"prompts": [[token ids], …], "max_tokens": n}, prompts
+that are handed over together; it is answered by {"answers": [{"token_ids": […], "first_token_s": …, "total_s": …}, …]}: seconds
+from the moment the peer was given the prompts. Anything that fails is answered by {"error": …} and ends the driver. The end of
+input ends it too.
 """
 
 import json
@@ -21,10 +22,11 @@ class Settings:
 
     Args:
         model: the .gguf file.
-        variant: `plain`, or `lookup` (the peer's own prompt lookup).
+        variant: `plain` or `lookup` (the peer's own prompt lookup), one prompt at a time; or `batch`, many at once.
         threads: CPU threads, for prompt and decoding alike.
-        max_context: prompt and answer have room in so many tokens.
+        max_context: one prompt and its answer have room in so many tokens.
         lookup_tokens: drafts per round of prompt lookup at most.
+        max_prompts: prompts at once at most.
     """
 
     model: str
@@ -32,6 +34,7 @@ class Settings:
     threads: int
     max_context: int
     lookup_tokens: int
+    max_prompts: int
 
 
 class Reply(TypedDict):
@@ -44,9 +47,22 @@ class Reply(TypedDict):
 
 Answer = Callable[[list[int], int], Reply]
 """Greedy: prompt token ids and the number of tokens wanted, to exactly so many tokens."""
+AnswerMany = Callable[[list[list[int]], int], list[Reply]]
+"""The same for prompts that are handed over together."""
 
 
-def serve(version: Callable[[], str], open_model: Callable[[Settings], Answer]) -> None:
+def alone(answer: Answer) -> AnswerMany:
+    """For peers, or ways of running them, that take one prompt at a time."""
+
+    def answer_many(prompts: list[list[int]], max_tokens: int) -> list[Reply]:
+        if len(prompts) != 1:
+            raise ValueError(f"{len(prompts)} prompts at once, this way of running takes one")
+        return [answer(prompts[0], max_tokens)]
+
+    return answer_many
+
+
+def serve(version: Callable[[], str], open_model: Callable[[Settings], AnswerMany]) -> None:
     """Run the driver: load, then answer until the input ends."""
     # Libraries write to standard output as they please: from here on that is the error stream, and the protocol has its own.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -61,7 +77,7 @@ def serve(version: Callable[[], str], open_model: Callable[[Settings], Answer]) 
         reply({"version": version()})
         for line in sys.stdin:
             request = json.loads(line)
-            reply(answer(request["prompt_token_ids"], request["max_tokens"]))
+            reply({"answers": answer(request["prompts"], request["max_tokens"])})
     except Exception as error:
         reply({"error": f"{type(error).__name__}: {error}"})
         raise

@@ -11,18 +11,20 @@ from tiercel.bench.peer_process import (
     Peer,
     PeerContender,
     PeerSettings,
+    batching_peers,
     chosen_peers,
     interpreter,
     make_environment,
+    peer_settings,
 )
 from tiercel.bench.samples import BenchPrompt
 from tiercel.core.errors import UserError
 
-SETTINGS = PeerSettings("m.gguf", "plain", 1, 256, 2)
+SETTINGS = PeerSettings("m.gguf", "plain", 1, 256, 2, 1)
 PEER = Peer("fake", "Fake", ("plain",))
 DRIVER = """
 import sys
-from bench.peers.protocol import FirstToken, serve, timed_stream
+from bench.peers.protocol import FirstToken, alone, serve, timed_stream
 
 def open_model(settings):
     print("noise on standard output")
@@ -36,7 +38,7 @@ def open_model(settings):
             clock.seen()
             return clock.reply([5] * count)
         return timed_stream(lambda: iter(range(sum(prompt), 10**6)), count)
-    return answer
+    return alone(answer)
 
 serve(lambda: "fake 1.0", open_model)
 """
@@ -62,8 +64,14 @@ def test_a_peer_answers_and_noise_does_not_disturb(folder: Path) -> None:
         assert peer.answer(BenchPrompt("p", (98,)), 2).token_ids == (5, 5)
 
 
+def test_a_way_that_takes_one_prompt_says_so(folder: Path) -> None:
+    prompts = [BenchPrompt("p", (1,)), BenchPrompt("q", (2,))]
+    with PeerContender(PEER, SETTINGS, folder) as peer, pytest.raises(UserError, match="2 prompts at once"):
+        peer.answer_together(prompts, 2)
+
+
 def test_a_peer_that_cannot_load_says_why_in_one_line(folder: Path) -> None:
-    settings = PeerSettings("broken.gguf", "plain", 1, 256, 2)
+    settings = PeerSettings("broken.gguf", "plain", 1, 256, 2, 1)
     with pytest.raises(UserError, match="Fake plain failed: ValueError: no such file"):
         PeerContender(PEER, settings, folder)
 
@@ -87,10 +95,21 @@ def test_a_missing_environment_names_the_command(tmp_path: Path) -> None:
 
 
 def test_peers_are_chosen_by_name() -> None:
-    assert chosen_peers([]) == list(PEERS)
-    assert [peer.name for peer in chosen_peers(["openvino"])] == ["openvino"]
+    assert [peer.name for peer in chosen_peers(["openvino", "llama_cpp", "openvino"])] == ["openvino", "llama_cpp"]
+    assert batching_peers([]) == []
+    assert [peer.name for peer in batching_peers(["llama_cpp"])] == ["llama_cpp"]
+    with pytest.raises(UserError, match="openvino takes one prompt"):
+        batching_peers(["openvino"])
     with pytest.raises(UserError, match="llama_cpp, openvino, transformers"):
         chosen_peers(["vllm"])
+
+
+@pytest.mark.parametrize(("length", "context"), [(10, 256), (245, 256), (247, 512)])
+def test_the_context_has_room_for_the_longest_prompt_and_its_answer(length: int, context: int) -> None:
+    prompts = [BenchPrompt("short", (1,)), BenchPrompt("long", (1,) * length)]
+    assert peer_settings(Path("m.gguf"), "lookup", 1, prompts, 8, lookup_tokens=2).max_context == context
+    with pytest.raises(UserError, match="gguf"):
+        peer_settings(Path("folder"), "plain", 1, prompts, 8)
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)

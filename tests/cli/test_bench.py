@@ -80,14 +80,17 @@ def test_overhead(sizes: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
 
 DRIVER = """
 import time
-from bench.peers.protocol import serve, timed_stream
+from bench.peers.protocol import alone, serve, timed_stream
 
 def open_model(settings):
     assert settings.model.endswith(".gguf") and settings.max_context % 256 == 0
     tokens = 4 if settings.variant == "lookup" and BROKEN else 10**6
     def answer(prompt, count):
         return timed_stream(lambda: (time.sleep(0.001) or token for token in range(tokens)), count)
-    return answer
+    if settings.variant == "batch":
+        assert settings.max_prompts == 3
+        return lambda prompts, count: [answer(prompt, count) for prompt in prompts]
+    return alone(answer)
 
 serve(lambda: "fake 2.0", open_model)
 """
@@ -132,6 +135,17 @@ def test_peers(smollm2: Path, fake_peers: Path, tmp_path: Path) -> None:
     assert plot.read_text().startswith("<svg")
 
 
+def test_throughput_with_a_peer(smollm2: Path, fake_peers: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = ["--max-tokens", 3, "--runs", 1, "--threads", 1, "--concurrency", 3, "--num-steps", 1, "--json", out]
+    done = bench("throughput", "--model", smollm2, "--peer", "llama_cpp", "--peers-dir", fake_peers, *sizes)
+    assert done.exit_code == 0, done.exception
+    found = json.loads(out.read_text())
+    assert [(g["contender"], g["concurrency"]) for g in found["groups"]][-1] == ("llama.cpp batch", 3)
+    assert found["versions"]["llama.cpp batch"] == "fake 2.0"
+    assert {s["tokens"] for s in found["samples"]} == {9}
+
+
 def test_a_peer_that_fails_fails_the_command(smollm2: Path, fake_peers: Path, tmp_path: Path) -> None:
     (fake_peers / "llama_cpp" / "driver.py").write_text("BROKEN = True" + DRIVER)
     done = peers(smollm2, fake_peers, tmp_path / "out.json", "--peer", "llama_cpp")
@@ -148,6 +162,7 @@ def test_a_peer_that_fails_fails_the_command(smollm2: Path, fake_peers: Path, tm
         (["latency", "--num-steps", "9", "--model", "{toy}", "--draft", "{draft}"], "num_steps=9"),
         (["throughput", "--model", "{toy}", "--draft", "{draft}", "--max-tokens", "600"], "of 600 tokens"),
         (["overhead", "--draft", "none-such", "--model", "{toy}"], "none-such"),
+        (["throughput", "--peer", "openvino"], "one prompt at a time"),
         (["peers", "--peer", "vllm"], "llama_cpp, openvino, transformers"),
         (["peers", "--setup", "vllm"], "llama_cpp, openvino, transformers"),
         (["peers", "--peer", "openvino", "--peers-dir", "{peers}"], "tiercel bench peers --setup openvino"),

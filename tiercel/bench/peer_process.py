@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,19 +18,29 @@ from tiercel.core.errors import UserError
 CHECKOUT = Path(__file__).parents[2]
 PEERS_FOLDER = CHECKOUT / "bench" / "peers"
 REPLY_TIMEOUT_S = 600.0
+CONTEXT_STEP = 256
+"""Contexts are rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine to compare with: its folder's name, the name people know, and the ways it runs in."""
+    """An engine to compare with.
+
+    Args:
+        name: of its folder.
+        title: the name people know.
+        variants: ways it runs in, one prompt at a time.
+        batches: whether its driver has the variant ``batch`` too, many prompts at once.
+    """
 
     name: str
     title: str
     variants: tuple[str, ...]
+    batches: bool = False
 
 
 PEERS = (
-    Peer("llama_cpp", "llama.cpp", ("plain", "lookup")),
+    Peer("llama_cpp", "llama.cpp", ("plain", "lookup"), batches=True),
     Peer("openvino", "OpenVINO GenAI", ("plain",)),
     Peer("transformers", "Transformers bf16", ("plain", "lookup")),
 )
@@ -44,10 +55,11 @@ class PeerSettings:
     threads: int
     max_context: int
     lookup_tokens: int
+    max_prompts: int
 
 
-def chosen_peers(names: list[str]) -> list[Peer]:
-    """Peers by name, all of them for no name.
+def chosen_peers(names: Sequence[str]) -> list[Peer]:
+    """Peers by name.
 
     Raises:
         UserError: an unknown name.
@@ -56,7 +68,43 @@ def chosen_peers(names: list[str]) -> list[Peer]:
     for name in names:
         if name not in known:
             raise UserError(f"peer {name!r} is unknown: choose from {', '.join(known)}")
-    return [known[name] for name in names] if names else list(PEERS)
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def batching_peers(names: Sequence[str]) -> list[Peer]:
+    """Peers by name that take many prompts at once.
+
+    Raises:
+        UserError: an unknown name, or a peer that takes one.
+    """
+    chosen = chosen_peers(names)
+    able = ", ".join(peer.name for peer in PEERS if peer.batches)
+    for peer in chosen:
+        if not peer.batches:
+            raise UserError(f"the driver of {peer.name} takes one prompt at a time: choose from {able}")
+    return chosen
+
+
+def peer_settings(
+    model: Path,
+    variant: str,
+    threads: int,
+    prompts: Sequence[BenchPrompt],
+    max_tokens: int,
+    *,
+    lookup_tokens: int = 0,
+    max_prompts: int = 1,
+) -> PeerSettings:
+    """With room for the longest prompt, its answer, and drafts that go beyond it.
+
+    Raises:
+        UserError: the model is no .gguf file.
+    """
+    if model.suffix != ".gguf":
+        raise UserError(f"peers read the same .gguf file as Tiercel, and {model} is none: choose another --model")
+    need = max(len(prompt.token_ids) for prompt in prompts) + max_tokens + lookup_tokens
+    context = -(-need // CONTEXT_STEP) * CONTEXT_STEP
+    return PeerSettings(str(model.resolve()), variant, threads, context, lookup_tokens, max_prompts)
 
 
 def interpreter(peer: Peer, folder: Path) -> Path:
@@ -133,8 +181,15 @@ class PeerContender:
 
     def answer(self, prompt: BenchPrompt, max_tokens: int) -> Answer:
         """See ``Contender``."""
-        reply = self._ask({"prompt_token_ids": list(prompt.token_ids), "max_tokens": max_tokens})
-        return Answer(tuple(reply["token_ids"]), reply["first_token_s"] * 1e3, reply["total_s"] * 1e3)
+        return self.answer_together([prompt], max_tokens)[0]
+
+    def answer_together(self, prompts: Sequence[BenchPrompt], max_tokens: int) -> list[Answer]:
+        """See ``tiercel.bench.throughput.GroupContender``; for the variant ``batch``."""
+        reply = self._ask({"prompts": [list(prompt.token_ids) for prompt in prompts], "max_tokens": max_tokens})
+        return [
+            Answer(tuple(answer["token_ids"]), answer["first_token_s"] * 1e3, answer["total_s"] * 1e3)
+            for answer in reply["answers"]
+        ]
 
     def close(self) -> None:
         """End the process."""

@@ -4,13 +4,25 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tiercel.bench.engines import PLAIN
-from tiercel.bench.samples import BenchPrompt, Spread
-from tiercel.bench.turns import SETTLE_S, Report, TiercelContender
-from tiercel.core.errors import UserError
-from tiercel.core.sampling_params import SamplingParams
+from tiercel.bench.samples import Answer, BenchPrompt, Spread, check_answer
+from tiercel.bench.turns import SETTLE_S, Report
+
+
+class GroupContender(Protocol):
+    """Somebody who can answer many prompts at once."""
+
+    name: str
+
+    def answer_together(self, prompts: Sequence[BenchPrompt], max_tokens: int) -> list[Answer]:
+        """As ``Contender.answer``, for prompts handed over together; an answer's times run from then.
+
+        Raises:
+            UserError: it cannot.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +47,7 @@ class GroupSample:
 
 
 def run_groups(
-    contenders: Sequence[TiercelContender],
+    contenders: Sequence[GroupContender],
     prompts: Sequence[BenchPrompt],
     concurrencies: Sequence[int],
     max_tokens: int,
@@ -83,21 +95,20 @@ def summary(samples: Sequence[GroupSample]) -> list[dict[str, Any]]:
 
 
 def _group(
-    contender: TiercelContender, prompts: Sequence[BenchPrompt], concurrency: int, max_tokens: int, run: int
+    contender: GroupContender, prompts: Sequence[BenchPrompt], concurrency: int, max_tokens: int, run: int
 ) -> GroupSample:
-    chosen = [list(prompts[(run + i) % len(prompts)].token_ids) for i in range(concurrency)]
-    start = time.perf_counter()
-    outputs = contender.llm.generate(chosen, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    wall_ms = (time.perf_counter() - start) * 1e3
-    counts = [len(output.checked().token_ids) for output in outputs]
-    if min(counts) != max_tokens:
-        raise UserError(f"{contender.name}: a request ended after {min(counts)} of {max_tokens} tokens")
+    chosen = [prompts[(run + i) % len(prompts)] for i in range(concurrency)]
+    answers = contender.answer_together(chosen, max_tokens)
+    for prompt, answer in zip(chosen, answers, strict=True):
+        check_answer(answer, contender.name, prompt, max_tokens)
     return GroupSample(
         contender=contender.name,
         run=run,
         concurrency=concurrency,
-        tokens=sum(counts),
-        wall_ms=wall_ms,
-        first_token_ms=statistics.fmean(o.record.time_to_first_token_ms or 0.0 for o in outputs),
-        decode_tok_s=statistics.fmean(o.tokens_per_second or 0.0 for o in outputs),
+        tokens=sum(len(answer.token_ids) for answer in answers),
+        wall_ms=max(answer.total_ms for answer in answers),
+        first_token_ms=statistics.fmean(answer.first_token_ms for answer in answers),
+        decode_tok_s=statistics.fmean(
+            (len(answer.token_ids) - 1) / (answer.total_ms - answer.first_token_ms) * 1e3 for answer in answers
+        ),
     )

@@ -7,6 +7,7 @@ from typing import Protocol
 from tiercel.bench.samples import Answer, BenchPrompt, Sample, Samples, check_answer
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.llm import LLM
+from tiercel.engine.outputs import RequestOutput
 
 SETTLE_S = 0.05
 """Pause before every turn: threads of the contender before it have gone to sleep by then."""
@@ -37,11 +38,19 @@ class TiercelContender:
 
     def answer(self, prompt: BenchPrompt, max_tokens: int) -> Answer:
         """See ``Contender``."""
+        return self.answer_together([prompt], max_tokens)[0]
+
+    def answer_together(self, prompts: Sequence[BenchPrompt], max_tokens: int) -> list[Answer]:
+        """See ``tiercel.bench.throughput.GroupContender``."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        record = self.llm.generate([list(prompt.token_ids)], sampling)[0].checked().record
-        first = record.time_to_first_token_ms
-        assert first is not None  # it gave a token
-        return Answer(record.token_ids, first, record.e2e_ms, record.spec)
+        outputs = self.llm.generate([list(prompt.token_ids) for prompt in prompts], sampling)
+        return [_answer(output.checked()) for output in outputs]
+
+
+def _answer(output: RequestOutput) -> Answer:
+    record = output.record
+    assert record.time_to_first_token_ms is not None  # it gave a token
+    return Answer(record.token_ids, record.time_to_first_token_ms, record.e2e_ms, record.spec)
 
 
 def take_turns(

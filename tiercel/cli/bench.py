@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from tiercel.bench import hardware, latency, overhead, peer_process, peers, roofline, throughput
 from tiercel.bench.chart import bars
 from tiercel.bench.engines import Bench, encode, open_bench
+from tiercel.bench.peer_process import Peer, PeerContender, PeerSettings, peer_settings
 from tiercel.bench.samples import BenchPrompt, Samples, decode_tok_s
 from tiercel.bench.turns import Contender, Report, take_turns
 from tiercel.cli import bench_tables as tables
@@ -22,7 +23,6 @@ from tiercel.cli.demo import PROMPTS
 from tiercel.cli.json_file import check_writable, write_json
 from tiercel.cli.prompts import read_prompts
 from tiercel.core.config import EngineConfig
-from tiercel.core.errors import UserError
 
 SCHEMA_VERSION = 1
 
@@ -31,6 +31,7 @@ Runs = Annotated[int, typer.Option(min=1, help="Timed runs over all prompts, aft
 Tokens = Annotated[int, typer.Option("--max-tokens", min=2, help="Completion tokens of every answer.")]
 Depth = Annotated[int | None, typer.Option("--num-steps", min=1, help="Drafts per round (K); default: all MTP layers.")]
 Depths = Annotated[list[int], typer.Option("--num-steps", min=1, help="Drafts per round (K); repeatable.")]
+PeersDir = Annotated[Path, typer.Option(help="Drivers and environments of the peers.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write results and every raw sample to this file.")]
 
 app = typer.Typer(
@@ -83,18 +84,31 @@ def throughput_command(
     model: options.Model = options.DEFAULT,
     draft: options.Draft = "auto",
     threads: options.Threads = None,
+    peer: Annotated[list[str], typer.Option(help="Compare with this peer too: llama_cpp.")] = [],  # noqa: B006
+    peers_dir: PeersDir = peer_process.PEERS_FOLDER,
     json_file: Json = None,
 ) -> None:
     """Many requests at once: tokens per second of all together, with speculation and without."""
     check_writable(json_file)
+    wanted = peer_process.batching_peers(peer)
+    _check_environments(wanted, peers_dir)
     texts = _texts(prompts, limit)
     engine = EngineConfig(model=model, num_threads=threads, max_batch_size=max(concurrency))
     with ExitStack() as stack, _reporting() as report:
         bench, rows = _open(stack, engine, draft, [num_steps], texts)
         roomy = dataclasses.replace(bench, engine=_with_room(engine, rows, max_tokens))
-        contenders = roomy.contenders(stack, [num_steps])
+        ours = roomy.contenders(stack, [num_steps])
+        path, workers = bench.target.checkpoint.path, torch.get_num_threads()
+        ways = [
+            (one, peer_settings(path, "batch", workers, rows, max_tokens, max_prompts=max(concurrency)))
+            for one in wanted
+        ]
+        others = _open_peers(stack, ways, peers_dir, report)
+        contenders: list[throughput.GroupContender] = [*ours, *others]
         samples = throughput.run_groups(contenders, rows, concurrency, max_tokens, runs, report)
-    result = _result("throughput", engine, texts, max_tokens, runs) | {
+    result = _result("throughput", engine, texts, max_tokens, runs)
+    result["versions"] |= {one.name: one.version for one in others}
+    result |= {
         "groups": throughput.summary(samples),
         "samples": [dataclasses.asdict(sample) for sample in samples],
     }
@@ -145,7 +159,7 @@ def peers_command(
     lookup_tokens: Annotated[int, typer.Option(min=1, help="Drafts per round of the peers' prompt lookup.")] = 2,
     plot: Annotated[Path | None, typer.Option(help="Draw decoding speeds as an SVG picture.")] = None,
     setup: Annotated[list[str], typer.Option(help="Only make this peer's environment; repeatable.")] = [],  # noqa: B006
-    peers_dir: Annotated[Path, typer.Option(help="Drivers and environments.")] = peer_process.PEERS_FOLDER,
+    peers_dir: PeersDir = peer_process.PEERS_FOLDER,
     json_file: Json = None,
 ) -> None:
     """Tiercel against llama.cpp, OpenVINO GenAI and Transformers: same file, prompts, threads and token counts."""
@@ -155,9 +169,8 @@ def peers_command(
         return
     check_writable(json_file)
     check_writable(plot, "--plot")
-    wanted = peer_process.chosen_peers(peer)
-    for one in wanted:
-        peer_process.interpreter(one, peers_dir)
+    wanted = peer_process.chosen_peers(peer) if peer else list(peer_process.PEERS)
+    _check_environments(wanted, peers_dir)
     texts = _texts(prompts, limit)
     engine = EngineConfig(model=model, num_threads=threads)
     with ExitStack() as stack, _reporting() as report:
@@ -168,8 +181,13 @@ def peers_command(
         depths = {contender.name: contender.llm.engine.worker.num_steps for contender in ours}
         report("measuring the machine's limits")
         limits = roofline.measure(bench.target.model, engine.activation_bits, torch.get_num_threads())
-        settings = _peer_settings(bench, rows, max_tokens, lookup_tokens)
-        others = _open_peers(stack, wanted, settings, peers_dir, report)
+        path, workers = bench.target.checkpoint.path, torch.get_num_threads()
+        ways = [
+            (one, peer_settings(path, variant, workers, rows, max_tokens, lookup_tokens=lookup_tokens))
+            for one in wanted
+            for variant in one.variants
+        ]
+        others = _open_peers(stack, ways, peers_dir, report)
         contenders: list[Contender] = [*ours, *others]
         samples = take_turns(contenders, rows, max_tokens, runs, report)
     result = _result("peers", engine, texts, max_tokens, runs)
@@ -214,30 +232,18 @@ def _with_room(engine: EngineConfig, rows: Sequence[BenchPrompt], max_tokens: in
     return dataclasses.replace(engine, kv_tokens=max(engine.kv_tokens, whole_pages * engine.max_batch_size))
 
 
-def _peer_settings(
-    bench: Bench, rows: Sequence[BenchPrompt], max_tokens: int, lookup_tokens: int
-) -> peer_process.PeerSettings:
-    path = bench.target.checkpoint.path
-    if path.suffix != ".gguf":
-        raise UserError(f"peers read the same .gguf file as Tiercel, and {path} is none: choose another --model")
-    need = max(len(row.token_ids) for row in rows) + max_tokens + lookup_tokens
-    rounded = -(-need // 256) * 256
-    return peer_process.PeerSettings(str(path.resolve()), "plain", torch.get_num_threads(), rounded, lookup_tokens)
+def _check_environments(wanted: Sequence[Peer], folder: Path) -> None:
+    for peer in wanted:
+        peer_process.interpreter(peer, folder)
 
 
 def _open_peers(
-    stack: ExitStack,
-    wanted: Sequence[peer_process.Peer],
-    settings: peer_process.PeerSettings,
-    folder: Path,
-    report: Report,
-) -> list[peer_process.PeerContender]:
+    stack: ExitStack, ways: Sequence[tuple[Peer, PeerSettings]], folder: Path, report: Report
+) -> list[PeerContender]:
     found = []
-    for one in wanted:
-        for variant in one.variants:
-            report(f"starting {one.title}, {variant}")
-            way = dataclasses.replace(settings, variant=variant)
-            found.append(stack.enter_context(peer_process.PeerContender(one, way, folder)))
+    for peer, settings in ways:
+        report(f"starting {peer.title}, {settings.variant}")
+        found.append(stack.enter_context(PeerContender(peer, settings, folder)))
     return found
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import openvino as ov
 import openvino_genai as ov_genai
 
-from bench.peers.protocol import Answer, FirstToken, Reply, Settings, serve
+from bench.peers.protocol import AnswerMany, FirstToken, Reply, Settings, alone, serve
 
 
-def open_model(settings: Settings) -> Answer:
+def open_model(settings: Settings) -> AnswerMany:
     scheduler = ov_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False  # it would otherwise keep a prompt that it has seen before
     scheduler.max_num_batched_tokens = settings.max_context
@@ -28,7 +28,7 @@ def open_model(settings: Settings) -> Answer:
         )
         return clock.reply([int(token) for token in found.tokens[0]])
 
-    return answer
+    return alone(answer)
 
 
 class Listener(ov_genai.StreamerBase):  # type: ignore[misc] # the package has no types

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.generation.streamers import BaseStreamer
 
-from bench.peers.protocol import Answer, FirstToken, Reply, Settings, serve
+from bench.peers.protocol import AnswerMany, FirstToken, Reply, Settings, alone, serve
 
 
-def open_model(settings: Settings) -> Answer:
+def open_model(settings: Settings) -> AnswerMany:
     torch.set_num_threads(settings.threads)
     file = Path(settings.model)
     how_to_load: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
@@ -30,7 +30,7 @@ def open_model(settings: Settings) -> Answer:
         )
         return clock.reply(found[0, len(prompt_token_ids) :].tolist())
 
-    return answer
+    return alone(answer)
 
 
 class Listener(BaseStreamer):
