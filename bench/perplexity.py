@@ -48,8 +48,8 @@ def main(
         agreement = float((ids == best).float().mean())
         result[name] = {"perplexity": perplexity, "ratio": perplexity / reference, "argmax_agreement": agreement}
         print(
-            f"{name}: perplexity {perplexity:.4f} ({100 * (perplexity / reference - 1):+.2f} %), argmax agreement {agreement:.4f}, "
-            f"{len(ids)} tokens"
+            f"{name}: perplexity {perplexity:.4f} ({100 * (perplexity / reference - 1):+.2f} %), "
+            f"argmax agreement {agreement:.4f}, {len(ids)} tokens"
         )
     if json_file:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
