@@ -1,5 +1,6 @@
 """The two sides of the line protocol, with drivers that need no engine."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +92,22 @@ def test_a_missing_environment_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="tiercel bench peers --setup fake"):
         interpreter(PEER, tmp_path)
     with pytest.raises(UserError, match="checkout"):
+        make_environment(PEER, tmp_path)
+
+
+def test_an_environment_is_made_and_a_failing_step_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "fake").mkdir()
+    requirements = tmp_path / "fake" / "requirements.txt"
+    requirements.write_text("# nothing\n")
+    make_environment(PEER, tmp_path)
+    (tmp_path / "fake" / "driver.py").touch()
+    python = interpreter(PEER, tmp_path)
+    assert (
+        subprocess.run([python, "-c", "import sys; sys.exit(sys.prefix == sys.base_prefix)"], check=False).returncode
+        == 0
+    )
+    requirements.write_text("./no-such-folder\n")
+    with pytest.raises(UserError, match="could not be made"):
         make_environment(PEER, tmp_path)
 
 
