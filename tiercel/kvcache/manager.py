@@ -8,7 +8,6 @@ table. The target and every MTP layer use the same slot for the same position.
                |          | wrong: overwritten or rolled back
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +40,7 @@ class KvCacheManager:
     def __init__(self, num_tokens: int, page_size: int) -> None:
         self.page_size = page_size
         self.num_pages = num_tokens // page_size
-        self._free = deque(range(self.num_pages))
+        self._free = list(reversed(range(self.num_pages)))  # last in, first out: memory that was used is used again
         self._owners: dict[str, _Owner] = {}
 
     @property
@@ -68,7 +67,7 @@ class KvCacheManager:
             raise OutOfPages(f"{request_id} needs {missing} pages, {len(self._free)} are free")
         owner = self._owners.setdefault(request_id, _Owner())
         if missing > 0:
-            taken = [self._free.popleft() for _ in range(missing)]
+            taken = [self._free.pop() for _ in range(missing)]
             owner.pages += taken
             owner.slots = torch.cat((owner.slots, self._page_slots(taken)))
 
