@@ -22,6 +22,7 @@ def open_model(settings: Settings) -> AnswerMany:
         n_threads_batch=settings.threads,
         flash_attn=True,  # llama.cpp's own default where the device can, which a CPU can
         draft_model=draft,
+        logits_all=draft is not None,  # drafts are verified against the logits of every row
         verbose=False,
     )
 
