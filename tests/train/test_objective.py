@@ -10,20 +10,55 @@ from tiercel.train.data import Conversation
 from tiercel.train.objective import DistilledCrossEntropy, draft_outputs, layer_losses, measure
 
 
+def exact_loss(
+    students: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    p = F.linear(teacher, head).softmax(-1)
+    entropies = [F.cross_entropy(F.linear(students[:, i], head), p, reduction="none") for i in range(students.shape[1])]
+    return (torch.stack(entropies, dim=1) * weights).sum(0)
+
+
 def test_the_fused_loss_and_its_gradient_equal_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objective, "CHUNK", 4)
+    generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    student, teacher, head, weight = torch.randn(11, 8), torch.randn(11, 8), torch.randn(30, 8), torch.rand(11)
-    ours, plain = student.clone().requires_grad_(), student.clone().requires_grad_()
-    loss, agree = DistilledCrossEntropy.apply(ours, teacher, head, weight)
-    (3 * loss).backward()
-    p = F.linear(teacher, head).softmax(-1)
-    scores = F.linear(plain, head)
-    expected = (F.cross_entropy(scores, p, reduction="none") * weight).sum()
-    (3 * expected).backward()
-    torch.testing.assert_close(loss, expected)
+    students, teacher, head, weights = torch.randn(11, 2, 8), torch.randn(11, 8), torch.randn(30, 8), torch.rand(11, 2)
+    ours, plain = students.clone().requires_grad_(), students.clone().requires_grad_()
+    losses, agree = DistilledCrossEntropy.apply(ours, teacher, head, weights, 1.0, generator)
+    scale = torch.tensor([3.0, 0.5])
+    (scale * losses).sum().backward()
+    expected = exact_loss(plain, teacher, head, weights)
+    (scale * expected).sum().backward()
+    torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(ours.grad, plain.grad)
-    assert torch.equal(agree, scores.argmax(-1) == F.linear(teacher, head).argmax(-1))
+    assert torch.equal(agree, F.linear(plain, head).argmax(-1) == F.linear(teacher, head).argmax(-1).unsqueeze(1))
+
+
+def test_a_sample_of_the_unlikely_tokens_stands_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective, "LIKELY", 0.02)
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    students, teacher, head, weights = (
+        torch.randn(6, 2, 8),
+        torch.randn(6, 8),
+        0.7 * torch.randn(400, 8),
+        torch.ones(6, 2),
+    )
+    plain = students.clone().requires_grad_()
+    expected = exact_loss(plain, teacher, head, weights)
+    expected.sum().backward()
+    losses, gradients = [], []
+    for _ in range(100):
+        ours = students.clone().requires_grad_()
+        loss, _ = DistilledCrossEntropy.apply(ours, teacher, head, weights, 0.5, generator)
+        loss.sum().backward()
+        losses.append(loss.detach())
+        gradients.append(ours.grad)
+    torch.testing.assert_close(torch.stack(losses).mean(0), expected.detach(), rtol=0.03, atol=0)
+    assert plain.grad is not None
+    error = (torch.stack(gradients).mean(0) - plain.grad).norm() / plain.grad.norm()
+    assert error < 0.05
+    assert torch.stack(losses).std(0).min() > 0  # it did draw
 
 
 @torch.inference_mode()
@@ -78,7 +113,7 @@ def test_losses_weigh_each_row_by_the_token_it_predicts(toy_target: LoadedTarget
     hidden = hidden.clone()
     weights = torch.zeros(2, 12)
     weights[1, 7] = 1.0  # only the prediction of token 7 of the second text counts
-    losses = layer_losses(draft, toy_target.model.decoder, ids, hidden, weights)
+    losses = layer_losses(draft, toy_target.model.decoder, ids, hidden, weights, torch.Generator(), share=1.0)
     for i, out in enumerate(draft_outputs(draft, ids, hidden)):
         row = 12 + 7 - 2 - i
         q = draft.logits(i, out[row]).log_softmax(-1)

@@ -15,48 +15,75 @@ from tiercel.train.data import Conversation
 POSITION_WEIGHTS = (1.0, 0.6, 0.4)
 """Loss weight of layer i; layers beyond the table take its last entry. Early drafts decide whether later ones count."""
 REGRESSION_WEIGHT = 0.5
-CHUNK = 256
-"""Rows per slice of the head: the scores of one slice stay in the CPU's cache."""
+CHUNK = 128
+"""Rows per slice of the head."""
+LIKELY = 1e-3
+"""A token that the teacher gives more than this, anywhere in a slice, takes part in the slice's scores."""
+SAMPLED_SHARE = 0.1
+"""Of the other tokens so many are drawn, and stand for all of them."""
 
 
 class DistilledCrossEntropy(torch.autograd.Function):
-    """Σ over rows of weight · cross-entropy(teacher ‖ student), both through the same frozen head.
+    """Σ over rows of weight · cross-entropy(teacher ‖ student), for all layers of a draft, through one frozen head.
 
-    Scores exist for ``CHUNK`` rows at a time: the gradient of the student's row is formed on the spot.
+    The student's scores exist for ``CHUNK`` rows at a time, and only for likely tokens and a sample of the rest, which counts
+    for all of the rest (sampled softmax: Bengio and Senécal, 2008); the gradient of the student's row is formed on the spot.
     """
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, head: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Student and teacher ``[rows, hidden]`` (normed), head ``[vocab, hidden]``, weight float32 ``[rows]``.
+    def forward(
+        ctx: Any,
+        students: Tensor,
+        teacher: Tensor,
+        head: Tensor,
+        weights: Tensor,
+        share: float,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the losses and the students' gradient.
+
+        Args:
+            ctx: autograd's.
+            students: ``[rows, layers, hidden]``, normed.
+            teacher: ``[rows, hidden]``, normed.
+            head: ``[vocab, hidden]``.
+            weights: float32 ``[rows, layers]``.
+            share: of the unlikely tokens that are drawn; 1 takes every token, and the loss is exact.
+            generator: draws them.
 
         Returns:
-            The loss (float32 scalar) and, per row, whether the two argmaxes agree (bool ``[rows]``, no gradient).
+            Losses (float32 ``[layers]``) and whether the two argmaxes, among the tokens taken, agree (bool ``[rows, layers]``, no
+            gradient).
         """
-        loss = torch.zeros((), dtype=torch.float32)
-        gradient = torch.empty_like(student)
-        agree = torch.empty(len(student), dtype=torch.bool)
-        for start in range(0, len(student), CHUNK):
+        losses = torch.zeros(students.shape[1])
+        gradient = torch.empty_like(students)
+        agree = torch.empty(weights.shape, dtype=torch.bool)
+        for start in range(0, len(teacher), CHUNK):
             part = slice(start, start + CHUNK)
-            wanted = F.linear(teacher[part], head).float()
-            scores = F.linear(student[part], head).float()
-            agree[part] = wanted.argmax(-1) == scores.argmax(-1)
-            log_q = scores.log_softmax(-1)
-            p = wanted.softmax(-1)
-            loss -= ((p * log_q).sum(-1) * weight[part]).sum()
-            gradient[part] = ((log_q.exp_() - p) * weight[part, None]).to(head.dtype) @ head
+            p = F.linear(teacher[part], head).float().softmax(-1)
+            ids, counts_for = _taken(p, share, generator)
+            p, rows = (p[:, ids] * counts_for).unsqueeze(1), head[ids]
+            log_q = (F.linear(students[part], rows).float() + counts_for.log()).log_softmax(-1)
+            agree[part] = p.div(counts_for).argmax(-1) == log_q.sub(counts_for.log()).argmax(-1)
+            losses -= ((p * (log_q - counts_for.log())).sum(-1) * weights[part]).sum(0)
+            pull = (log_q.exp_().mul_(p.sum(-1, keepdim=True)) - p) * weights[part].unsqueeze(-1)
+            gradient[part] = pull.to(head.dtype) @ rows
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(agree)
-        return loss, agree
+        return losses, agree
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_losses: Tensor, _: Any) -> tuple[Tensor, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss.to(gradient.dtype), None, None, None
+        return gradient * grad_losses.to(gradient.dtype)[:, None], None, None, None, None, None
 
 
-def _distilled(student: Tensor, teacher: Tensor, head: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    loss, agree = DistilledCrossEntropy.apply(student, teacher, head, weight)  # type: ignore[no-untyped-call]
-    return loss, agree
+def _taken(p: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Tokens that take part, and how many tokens each stands for: int64 and float32 ``[taken]``."""
+    likely = p.amax(0) > LIKELY
+    drawn = torch.rand(len(likely), generator=generator) < share
+    ids = (likely | drawn).nonzero().squeeze(1)
+    return ids, torch.where(likely[ids], 1.0, 1 / share)
 
 
 @dataclass(slots=True)
@@ -84,7 +111,15 @@ def draft_outputs(draft: MtpDraft, token_ids: Tensor, hidden: Tensor) -> list[Te
     return outputs
 
 
-def layer_losses(draft: MtpDraft, target: Decoder, token_ids: Tensor, hidden: Tensor, weights: Tensor) -> LayerLosses:
+def layer_losses(
+    draft: MtpDraft,
+    target: Decoder,
+    token_ids: Tensor,
+    hidden: Tensor,
+    weights: Tensor,
+    generator: torch.Generator,
+    share: float = SAMPLED_SHARE,
+) -> LayerLosses:
     """Loss of one batch.
 
     Args:
@@ -93,28 +128,36 @@ def layer_losses(draft: MtpDraft, target: Decoder, token_ids: Tensor, hidden: Te
         token_ids: int64 ``[batch, length]``.
         hidden: the target's hidden states before its final norm, ``[batch, length, hidden_size]``.
         weights: float32 ``[batch, length]``: how much the prediction **of** the token at each position counts.
+        generator: see ``DistilledCrossEntropy``.
+        share: see ``DistilledCrossEntropy``.
     """
-    teacher_states = target.norm(hidden.to(target.norm.weight.dtype))
-    total, entropies, agreements = torch.zeros(()), [], []
-    for index, out in enumerate(draft_outputs(draft, token_ids, hidden)):
-        # Row t predicts x[t + 2 + index], which the target predicts from its row t + 1 + index.
-        counted = weights[:, 2 + index :]
-        rows, columns = counted.nonzero(as_tuple=True)
-        weight = counted[rows, columns]
-        mass = weight.sum().clamp(
-            min=torch.finfo(torch.float32).tiny
-        )  # texts too short for this layer: nothing, not NaN
-        teacher = teacher_states[rows, columns + 1 + index]
-        student = draft.layers[index].final_layernorm(out.view(*token_ids.shape, -1)[rows, columns])  # type: ignore[operator]
-        head = draft.head
-        assert head is not None
-        entropy, agree = _distilled(student.to(head.dtype), teacher.to(head.dtype), head, weight)
-        distance = F.smooth_l1_loss(student.float(), teacher.float(), reduction="none").mean(-1)
-        scale = POSITION_WEIGHTS[min(index, len(POSITION_WEIGHTS) - 1)] / mass
-        total = total + scale * (entropy + REGRESSION_WEIGHT * (distance * weight).sum())
-        entropies.append(float(entropy.detach() / mass))
-        agreements.append(float((agree * weight).sum() / mass))
-    return LayerLosses(total, entropies, agreements)
+    assert draft.head is not None
+    # x[t + 2 + i] is predicted by row t of layer i, and by row t + 1 + i of the target.
+    texts, columns = weights[:, 2:].nonzero(as_tuple=True)
+    teacher = target.norm(hidden.to(target.norm.weight.dtype))[texts, columns + 1].to(draft.head.dtype)
+    outputs = draft_outputs(draft, token_ids, hidden)
+    students = torch.stack(
+        [
+            draft.layers[i].final_layernorm(out.view(*token_ids.shape, -1)[texts, (columns - i).clamp(min=0)])  # type: ignore[operator]
+            for i, out in enumerate(outputs)
+        ],
+        dim=1,
+    ).to(draft.head.dtype)
+    is_there = columns[:, None] >= torch.arange(len(outputs))
+    counted = weights[texts, columns + 2].unsqueeze(1) * is_there
+    entropies, agree = _distilled(students, teacher, draft.head, counted, share, generator)
+    distance = F.smooth_l1_loss(students.float(), teacher.float().unsqueeze(1).expand_as(students), reduction="none")
+    mass = counted.sum(0).clamp(min=torch.finfo(torch.float32).tiny)  # texts too short for a layer: nothing, not NaN
+    losses = (entropies + REGRESSION_WEIGHT * (distance.mean(-1) * counted).sum(0)) / mass
+    scale = torch.tensor([POSITION_WEIGHTS[min(i, len(POSITION_WEIGHTS) - 1)] for i in range(len(outputs))])
+    return LayerLosses(
+        (losses * scale).sum(), (entropies.detach() / mass).tolist(), ((agree * counted).sum(0) / mass).tolist()
+    )
+
+
+def _distilled(*args: Any) -> tuple[Tensor, Tensor]:
+    losses, agree = DistilledCrossEntropy.apply(*args)  # type: ignore[no-untyped-call]
+    return losses, agree
 
 
 @dataclass(slots=True)

@@ -163,8 +163,10 @@ class Trainer:
         if self.tokens >= self.config.untie_at * self.config.tokens:
             self._untie()
         rate = self._set_rate()
+        generator = torch.Generator().manual_seed(self.config.seed + self.step)
         with torch.autocast("cpu", torch.bfloat16):
-            losses = layer_losses(self.draft, self.target, pad(batch), self.cache.batch(indices), self._weights(batch))
+            hidden, weights = self.cache.batch(indices), self._weights(batch, generator)
+            losses = layer_losses(self.draft, self.target, pad(batch), hidden, weights, generator)
         losses.total.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -181,8 +183,7 @@ class Trainer:
         self._log(progress)
         return progress
 
-    def _weights(self, batch: list[Conversation]) -> Tensor:
-        generator = torch.Generator().manual_seed(self.config.seed + self.step)
+    def _weights(self, batch: list[Conversation], generator: torch.Generator) -> Tensor:
         weights = torch.rand(len(batch), max(map(len, batch)), generator=generator).lt(self.config.prompt_share).float()
         for row, conversation in enumerate(batch):
             weights[row, conversation.answer_start : len(conversation)] = 1.0
