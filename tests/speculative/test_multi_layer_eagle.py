@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.conftest import random_draft
+from tests.speculative.test_ngram import looked_up
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
-from tiercel.core.request import Request
+from tiercel.core.request import SOURCE_NGRAM, Request
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import Engine, LoadedTarget
 from tiercel.models.attention import DenseAttention
@@ -48,10 +49,16 @@ def engine_with(
     num_steps: int = 3,
     exact_kv: bool = True,
     max_verify_rows: int = 99,
+    lookup: tuple[int, int] = (0, 0),
 ) -> Engine:
     def build(context: WorkerContext) -> SpecWorker:
         return MultiLayerEagleWorker(
-            context.target, eager_draft(draft), num_steps, exact_kv=exact_kv, max_verify_rows=max_verify_rows
+            context.target,
+            eager_draft(draft),
+            num_steps,
+            lookup=lookup,
+            exact_kv=exact_kv,
+            max_verify_rows=max_verify_rows,
         )
 
     before = registry.WORKERS["none"]
@@ -138,7 +145,7 @@ def test_recorded_layers_draft_what_the_reference_does(
     save_draft(draft, tmp_path, {})
     draft = load_draft(tmp_path, toy_modules.checkpoint, toy_modules.model.decoder)  # rounded to bfloat16
     answers = plain_answers(toy_modules, SAMPLING)
-    spec = SpecConfig(draft=str(tmp_path), max_verify_rows=max_verify_rows)
+    spec = SpecConfig(draft=str(tmp_path), max_verify_rows=max_verify_rows, ngram_match=0)
     engine = Engine(EngineConfig(max_prefill_tokens=7, page_size=4), spec, TraceConfig(), toy_native)
     sometimes_right(engine, answers)
     reqs = [engine.add_request(str(i), prompt, SAMPLING) for i, prompt in enumerate(PROMPTS)]
@@ -190,6 +197,33 @@ def test_layers_that_were_left_out_go_on_exactly(toy_target: LoadedTarget, chain
     depths = {p for req in reqs for p in req.spec.proposed}
     assert depths >= ({0} if max_verify_rows == 1 else {0, 1, 3} if max_verify_rows == 4 else {1, 2, 3})
     assert max(reqs[0].spec.proposed) <= max_verify_rows // 3 + 1
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_prompt_lookup_takes_the_rounds_it_can_and_the_layers_go_on_exactly(
+    toy_target: LoadedTarget, chained: bool
+) -> None:
+    draft = random_draft(toy_target, chained=chained)
+    wish = SamplingParams(max_tokens=60, ignore_eos=True)
+    answers = plain_answers(toy_target, wish)
+    engine = engine_with(toy_target, draft, EngineConfig(max_prefill_tokens=7, page_size=4), lookup=(1, 5))
+    sometimes_right(engine, answers)
+    reqs = [engine.add_request(str(i), prompt, wish) for i, prompt in enumerate(PROMPTS)]
+    assert isinstance(engine.worker, MultiLayerEagleWorker)
+    kinds = set()
+    for req in rounds(engine):
+        state = engine.worker.states[req.request_id]
+        expected = looked_up(req.token_ids, 1, req.draft_depth(5))
+        if expected:
+            assert (state.drafts, set(state.sources)) == (expected, {SOURCE_NGRAM})
+            kinds.add("left out" if state.ends[0] < req.num_computed else "lookup")
+        else:
+            assert state.drafts == reference_drafts(toy_target, draft, req.token_ids, 3)
+            assert state.sources == (0, 1, 2)
+            kinds.add("layers")
+    assert kinds == {"left out", "layers"}
+    assert {r.request_id: r.output_token_ids for r in reqs} == answers
+    assert SOURCE_NGRAM in {source for req in reqs for source in req.output_sources}
 
 
 def test_stale_kv_differs_so_the_test_above_can_fail(toy_target: LoadedTarget) -> None:

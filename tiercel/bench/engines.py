@@ -36,7 +36,7 @@ class Bench:
         """Plain decoding, then multi-layer EAGLE at each depth, named by it."""
         plain = TiercelContender(PLAIN, self.open(stack, 0))
         drafting = [self.open(stack, depth) for depth in depths]
-        return [plain, *(TiercelContender(depth_name(llm.engine.worker.num_steps), llm) for llm in drafting)]
+        return [plain, *(TiercelContender(depth_name(llm.engine.worker.num_layers), llm) for llm in drafting)]
 
 
 def depth_name(num_steps: int) -> str:

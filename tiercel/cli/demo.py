@@ -18,7 +18,7 @@ from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import load_target
 from tiercel.engine.llm import LLM
 from tiercel.engine.outputs import RequestOutput
-from tiercel.observability.records import REQUESTS_FILE, ROUNDS_FILE
+from tiercel.observability.record_files import REQUESTS, ROUNDS, file_name, record_files
 
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
@@ -53,7 +53,7 @@ def command(
         drafting = LLM(engine=engine, spec=spec, trace=trace, target=target)
         plain = LLM(engine=engine, spec=SpecConfig(method="none"), target=target)
     with drafting, plain:
-        page: list[RenderableType] = [legend(drafting.engine.worker.num_steps)]
+        page: list[RenderableType] = [legend(drafting.engine.worker.num_layers, with_lookup=bool(spec.lookup[0]))]
         console.print(page[0])
         sampling = SamplingParams(max_tokens=max_tokens)
         shown, speeds = [], []
@@ -69,7 +69,7 @@ def command(
     tables = [counts_table(shown), stages_table(shown), _speed_table(list(prompts), speeds)]
     for table in tables:
         console.print(table)
-    files = (trace.trace_out, out / "records" / REQUESTS_FILE, out / "records" / ROUNDS_FILE)
+    files = (trace.trace_out, *(out / "records" / file_name(stem) for stem in (REQUESTS, ROUNDS)))
     console.print("wrote " + ", ".join(map(str, files)) + " (open the trace at ui.perfetto.dev)", soft_wrap=True)
     if picture:
         save_picture([*page, "", *tables], picture)
@@ -78,8 +78,10 @@ def command(
 def _remove_old_records(folder: Path) -> None:
     """Records are appended to; a demo shows one run."""
     try:
-        for name in (REQUESTS_FILE, ROUNDS_FILE):
-            (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stem in (REQUESTS, ROUNDS):
+            for path in record_files(folder, stem):
+                path.unlink()
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
 

@@ -32,6 +32,7 @@ def command(
     model: options.Model = options.DEFAULT,
     draft: options.Draft = "auto",
     num_steps: options.NumSteps = None,
+    ngram_match: options.NgramMatch = 0,
     max_tokens: options.MaxTokens = 128,
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
@@ -57,7 +58,7 @@ def command(
         max_batch_size=max_batch_size,
     )
     every_depth = max_batch_size * 64  # acceptance is measured at K, whatever that costs with so many requests at once
-    spec = SpecConfig(draft=draft, num_steps=num_steps, max_verify_rows=every_depth)
+    spec = SpecConfig(draft=draft, num_steps=num_steps, max_verify_rows=every_depth, ngram_match=ngram_match)
     target = load_target(engine, spec)
     with LLM(engine=engine, spec=spec, target=target) as llm, Console(stderr=True).status("answering") as status:
         outputs: list[RequestOutput] = []
@@ -74,8 +75,10 @@ def command(
     decoder = load_decoder(target.checkpoint, target.placement.dtype, target.placement.device)
     layers = load_draft(resolve_draft(draft, target.checkpoint), target.checkpoint, decoder)
     layers.layers = layers.layers[:depth]  # rounds of the walk are as deep as those that were served
-    long_enough = max(len(output.token_ids) for output in chosen) >= depth + 2  # the last layer can hit or miss
-    forced = _teacher_forced(decoder, layers, prompt_ids, chosen) if long_enough else None
+    is_comparable = (
+        not spec.lookup[0] and max(len(output.token_ids) for output in chosen) >= depth + 2
+    )  # the last layer can hit or miss
+    forced = _teacher_forced(decoder, layers, prompt_ids, chosen) if is_comparable else None
     result = {
         "num_steps": depth,
         "max_tokens": max_tokens,
@@ -153,7 +156,8 @@ def _print(result: dict[str, Any]) -> None:
     forced = result["teacher_forced"]
     if forced is None:
         console.print(
-            f"no answer has the {result['num_steps'] + 2} tokens it takes to measure the layers teacher-forced"
+            "not measured teacher-forced: prompt lookup drafted too, or no answer has the "
+            f"{result['num_steps'] + 2} tokens it takes"
         )
         return
     for title, key in (

@@ -28,6 +28,10 @@ def command(
     spec: options.Spec = "multi-layer-eagle",
     draft: options.Draft = "auto",
     num_steps: options.NumSteps = None,
+    ngram_match: options.NgramMatch = None,
+    ngram_tokens: Annotated[
+        int | None, typer.Option(help="Drafts per round at most from prompt lookup; default: 7.")
+    ] = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
@@ -54,6 +58,7 @@ def command(
     ] = True,
     trace_out: options.TraceOut = None,
     records_out: options.RecordsOut = None,
+    records_max_mb: options.RecordsMaxMb = None,
     enable_trace: Annotated[bool, typer.Option("--enable-trace", help="Make OpenTelemetry spans.")] = False,
     trace_level: Annotated[int, typer.Option(help="0 off … 3 everything.")] = 3,
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Collector, e.g. http://localhost:4317.")] = None,
@@ -76,9 +81,16 @@ def command(
         kv_tokens=kv_tokens,
         max_prefill_tokens=max_prefill_tokens,
     )
-    speculation = SpecConfig(spec, draft, num_steps, exact_kv, max_verify_rows)
+    speculation = SpecConfig(spec, draft, num_steps, exact_kv, max_verify_rows, ngram_match, ngram_tokens)
     trace = TraceConfig(
-        enable_trace, trace_level, otlp_traces_endpoint, otlp_protocol, otlp_file, trace_out, records_out
+        enable_trace=enable_trace,
+        trace_level=trace_level,
+        otlp_endpoint=otlp_traces_endpoint,
+        otlp_protocol=otlp_protocol,
+        otlp_file=otlp_file,
+        trace_out=trace_out,
+        records_out=records_out,
+        records_max_mb=records_max_mb,
     )
     rows = read_prompts(prompts) if prompts else [PromptRow("req-0", prompt or "")]
     with LLM(spec=speculation, engine=engine, trace=trace) as llm:

@@ -8,10 +8,16 @@ import typer
 from tiercel.core.config import DEFAULT_MODEL
 
 Model = Annotated[str, typer.Option("--model", help="smollm2-135m, a folder, a .gguf file, or hf:ORG/NAME.")]
-Spec = Annotated[str, typer.Option("--spec", help="none or multi-layer-eagle.")]
+Spec = Annotated[str, typer.Option("--spec", help="none, multi-layer-eagle or ngram.")]
 Draft = Annotated[str, typer.Option("--draft", help="auto, smollm2-135m-mtp3, or a folder.")]
 NumSteps = Annotated[
-    int | None, typer.Option("--num-steps", help="Drafts per round at most (K); default: every MTP layer.")
+    int | None, typer.Option("--num-steps", help="MTP layers in use, one draft per round each (K); default: all.")
+]
+NgramMatch = Annotated[
+    int | None,
+    typer.Option(
+        "--ngram-match", help="Prompt lookup: drafts where so many tokens occurred before; 0: off; default: 3."
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Completion tokens at most.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
@@ -30,5 +36,8 @@ BatchSize = Annotated[int, typer.Option("--max-batch-size", help="Requests that 
 Prompts = Annotated[Path | None, typer.Option("--prompts", help="JSON lines with `prompt`, or Spec-Bench's `turns`.")]
 TraceOut = Annotated[Path | None, typer.Option("--trace-out", help="Perfetto trace file to write.")]
 RecordsOut = Annotated[Path | None, typer.Option("--records-out", help="Folder for requests.jsonl and rounds.jsonl.")]
+RecordsMaxMb = Annotated[
+    int | None, typer.Option("--records-max-mb", help="Begin another record file after so many megabytes.")
+]
 
 DEFAULT = DEFAULT_MODEL

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercel.core.errors import UserError
-from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL
+from tiercel.core.request import SOURCE_BONUS, SOURCE_NGRAM, SOURCE_PREFILL
 from tiercel.engine.outputs import RequestOutput
 
 LAYER_STYLES = ("bold green", "bold yellow", "bold magenta", "bold cyan")
@@ -22,13 +22,16 @@ def source_style(source: int) -> str:
         return "dim"
     if source == SOURCE_BONUS:
         return "default"
+    if source == SOURCE_NGRAM:
+        return "bold blue"
     return LAYER_STYLES[source % len(LAYER_STYLES)]
 
 
-def legend(num_layers: int) -> Text:
+def legend(num_layers: int, *, with_lookup: bool) -> Text:
     """One line that explains the colours."""
     parts = [("prefill", source_style(SOURCE_PREFILL)), ("bonus token", source_style(SOURCE_BONUS))]
     parts += [(f"MTP layer {i + 1}", source_style(i)) for i in range(num_layers)]
+    parts += [("prompt lookup", source_style(SOURCE_NGRAM))] if with_lookup else []
     line = Text("tokens from: ")
     for name, style in parts:
         line.append(f" {name} ", style)

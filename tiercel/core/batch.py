@@ -41,7 +41,8 @@ class VerifyOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestRound:
-    """One request's part in one round. ``born_step`` is the engine step whose draft extend made the drafts.
+    """One request's part in one round. ``born_step`` is the engine step whose draft extend made the drafts (None: there are
+    none, or they were looked up in the round itself).
 
     ``bonus_token_id`` is -1 where the target's logits were NaN; it is then not emitted.
     """

@@ -7,8 +7,9 @@ from tiercel.core.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "q8_0")
-SPEC_METHODS = ("none", "multi-layer-eagle")
+SPEC_METHODS = ("none", "multi-layer-eagle", "ngram")
 TRACE_LEVELS = (0, 1, 2, 3)
+NGRAM_MATCH, NGRAM_TOKENS = 3, 7
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -76,8 +77,11 @@ class SpecConfig:
     Args:
         method: one of ``SPEC_METHODS``; ``none`` is plain decoding.
         draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the shipped draft that was trained for this target.
-        num_steps: draft tokens per round at most (K). None takes every MTP layer that the draft holds.
+        num_steps: MTP layers in use (K), each of which drafts one token per round. None takes every one that the draft holds.
             0 decodes plainly under the speculative worker.
+        ngram_match: prompt lookup: where so many tokens at the end of a request's text occurred in it before, the draft is
+            what followed then, in place of the MTP layers'. 0 turns it off; None stands for 3, and for 0 where nothing drafts.
+        ngram_tokens: drafts per round at most from prompt lookup, and never more than tokens agreed. None stands for 7.
         max_verify_rows: rows that one verify may hold, a request's last token and its drafts being its rows: with many requests
             at once each gets fewer drafts, down to none. None sets no limit on a GPU, and one on a CPU where more rows cost more
             than drafts bring.
@@ -93,6 +97,8 @@ class SpecConfig:
     num_steps: int | None = None
     exact_kv: bool = True
     max_verify_rows: int | None = None
+    ngram_match: int | None = None
+    ngram_tokens: int | None = None
 
     def __post_init__(self) -> None:
         one_of("spec method", self.method, SPEC_METHODS)
@@ -100,8 +106,24 @@ class SpecConfig:
             at_least("num_steps", self.num_steps, 0)
         if self.max_verify_rows is not None:
             at_least("max_verify_rows", self.max_verify_rows, 1)
-        if self.method == "none" and self.num_steps:
-            raise UserError(f"num_steps={self.num_steps} contradicts method 'none': drop one of the two")
+        for name, minimum in (("ngram_match", 0), ("ngram_tokens", 1)):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), minimum)
+        unused = {"none": ("num_steps", "ngram_match", "ngram_tokens"), "ngram": ("num_steps",)}
+        for name in unused.get(self.method, ()):
+            if getattr(self, name):
+                raise UserError(f"{name}={getattr(self, name)} contradicts method {self.method!r}: drop one of the two")
+        if self.method == "ngram" and self.ngram_match == 0:
+            raise UserError(
+                "ngram_match=0 leaves method 'ngram' nothing to draft from: give at least 1, or method 'none'"
+            )
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """``ngram_match`` and ``ngram_tokens`` in force; ``(0, 0)`` where prompt lookup is off."""
+        is_plain = self.method == "none" or self.num_steps == 0
+        match = (0 if is_plain else NGRAM_MATCH) if self.ngram_match is None else self.ngram_match
+        return (match, self.ngram_tokens or NGRAM_TOKENS) if match else (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +139,7 @@ class TraceConfig:
         otlp_file: OTLP-JSON lines of every finished span.
         trace_out: Chrome/Perfetto JSON file, one track per request plus the engine's.
         records_out: folder for ``requests.jsonl`` and ``rounds.jsonl``.
+        records_max_mb: a record file of so many megabytes (10**6 bytes) is followed by the next; None never begins another.
 
     Raises:
         UserError: a value is outside its range or contradicts another.
@@ -129,12 +152,17 @@ class TraceConfig:
     otlp_file: Path | None = None
     trace_out: Path | None = None
     records_out: Path | None = None
+    records_max_mb: int | None = None
 
     def __post_init__(self) -> None:
         one_of("trace_level", self.trace_level, TRACE_LEVELS)
         one_of("otlp_protocol", self.otlp_protocol, ("grpc", "http/protobuf"))
         if (self.otlp_endpoint or self.otlp_file) and not self.enable_trace:
             raise UserError("an OTLP endpoint or file is set but tracing is off: add --enable-trace")
+        if self.records_max_mb is not None:
+            at_least("records_max_mb", self.records_max_mb, 1)
+            if self.records_out is None:
+                raise UserError("records_max_mb is set but records are off: add --records-out DIR")
 
 
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

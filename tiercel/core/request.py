@@ -11,6 +11,8 @@ SOURCE_PREFILL = -2
 """The token came from the prefill (extend) forward: the first token of an answer."""
 SOURCE_BONUS = -1
 """The token is the target's own, added after the last correct draft of a round."""
+SOURCE_NGRAM = -3
+"""Prompt lookup proposed the token."""
 # A source >= 0 is the MTP layer that proposed the token.
 
 
@@ -100,7 +102,7 @@ class Request:
 
         Args:
             token_ids: committed tokens in order.
-            sources: where each came from (``SOURCE_PREFILL``, ``SOURCE_BONUS`` or an MTP layer).
+            sources: where each came from (``SOURCE_PREFILL``, ``SOURCE_BONUS``, ``SOURCE_NGRAM`` or an MTP layer).
 
         Returns:
             How many were delivered (emitted).

@@ -31,8 +31,8 @@ NAN_LOGITS = "the model's logits hold NaN for this request; check the weights, o
 class VerifyInput:
     """A chain of drafts per request, ready to be verified.
 
-    ``draft_token_ids[i]`` (host) are the drafts of request i, ``draft_layers[i]`` the MTP layer behind each, and
-    ``born_steps[i]`` the engine step that made them (None without drafts).
+    ``draft_token_ids[i]`` (host) are the drafts of request i, ``draft_layers[i]`` the MTP layer behind each (or
+    ``SOURCE_NGRAM``), and ``born_steps[i]`` the engine step whose draft extend made them (None: none did).
     """
 
     draft_token_ids: list[list[int]]
@@ -57,10 +57,12 @@ class SpecWorker(ABC):
     """Draft → verify → draft extend, for a batch of requests.
 
     Subclasses name their ``method`` and implement ``draft``, ``draft_extend`` and ``forget``.
-    ``forward_batch_generation`` is final: a worker cannot forget the hooks.
+    ``forward_batch_generation`` is final: a worker cannot forget the hooks. ``num_steps`` are the drafts per round at most,
+    ``num_layers`` the MTP layers in use.
     """
 
     method: ClassVar[str]
+    num_layers: int = 0
 
     def __init__(self, target: TargetRunner, num_steps: int, draft_tp_group: TensorParallelGroup = SINGLE) -> None:
         self.target, self.num_steps, self.draft_tp_group = target, num_steps, draft_tp_group

@@ -4,10 +4,14 @@ Layer i reads row t as (token ``x[t + 1 + i]``, hidden state of row t) and propo
 the rows that the target has just computed; the last layers' last rows need tokens that nobody has verified yet, and take
 the drafts of the layers before them. Those rows are provisional: with **exact KV** the next draft extend feeds them again,
 from hidden states kept for the purpose, so that draft KV equals that of a fresh prefill.
+
+Where the end of a request's text occurred in it before, what followed then is a better draft than the layers': **prompt lookup**
+takes the round, and the layers are left out. They go on later, exactly, from the hidden states kept for them.
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
@@ -15,11 +19,12 @@ import torch
 from torch import Tensor
 
 from tiercel.core.batch import Batch
-from tiercel.core.request import Request
+from tiercel.core.request import SOURCE_NGRAM, Request
 from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import DraftModel, StepInput
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
+from tiercel.speculative.ngram import NgramIndex
 from tiercel.speculative.sampling import RowSampling, choose, needs_logits
 from tiercel.speculative.target_runner import TargetRunner
 
@@ -57,13 +62,20 @@ class DraftState:
     """What is kept of one request between two draft extends.
 
     ``ends[i]`` rows have been read by layer i; ``hidden`` holds what some layer has to read still, or again.
-    ``drafts`` are the proposals made by engine step ``born_step``, one per layer that ran, on the host.
+    ``drafts`` are the proposals made by engine step ``born_step``, on the host, and ``sources[j]`` is the layer that draft j came
+    from, or ``SOURCE_NGRAM``.
     """
 
     hidden: KeptHidden
     ends: list[int]
-    drafts: list[int]
-    born_step: int
+    text: NgramIndex | None
+    drafts: list[int] = field(default_factory=list)
+    sources: tuple[int, ...] = ()
+    born_step: int = -1
+
+    def propose(self, drafts: list[int], sources: Iterable[int], born_step: int) -> None:
+        """Keep what the next round is to verify."""
+        self.drafts, self.sources, self.born_step = drafts, tuple(sources), born_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +98,9 @@ class MultiLayerEagleWorker(SpecWorker):
 
     Args:
         target: runs the target; shares its KV slots with the MTP layers.
-        draft: the MTP layers, at least ``num_steps`` of them.
-        num_steps: layers in use, and so the drafts per round at most.
+        draft: the MTP layers, at least ``num_layers`` of them.
+        num_layers: layers in use.
+        lookup: ``SpecConfig.lookup``: tokens that must agree for prompt lookup (0: off), and its drafts per round at most.
         exact_kv: feed provisional rows again.
         max_verify_rows: rows that a verify may hold; with more requests each gets fewer drafts, down to none. Layers that are
             left out go on later from hidden states kept for them, so drafts are the same as if they had run all along.
@@ -99,19 +112,21 @@ class MultiLayerEagleWorker(SpecWorker):
         self,
         target: TargetRunner,
         draft: DraftModel,
-        num_steps: int,
+        num_layers: int,
         *,
+        lookup: tuple[int, int] = (0, 0),
         exact_kv: bool = True,
         max_verify_rows: int = sys.maxsize,
     ) -> None:
-        super().__init__(target, num_steps)
-        self.model, self.max_verify_rows = draft, max_verify_rows
-        self.num_refed = num_steps - 1 if exact_kv and num_steps else 0
+        self.match, self.max_lookup = lookup
+        super().__init__(target, max(num_layers, self.max_lookup))
+        self.model, self.num_layers, self.max_verify_rows = draft, num_layers, max_verify_rows
+        self.num_refed = num_layers - 1 if exact_kv and num_layers else 0
         self.states: dict[str, DraftState] = {}
         body, placement = draft.description.body, target.placement
         self.storages = [
             [KvStorage(self.kv.num_slots_total, body.num_kv_heads, body.head_dim, placement.dtype, placement.device)]
-            for _ in range(num_steps)
+            for _ in range(num_layers)
         ]
 
     def forget(self, request_id: str) -> None:
@@ -120,18 +135,18 @@ class MultiLayerEagleWorker(SpecWorker):
     def draft(self, batch: Batch) -> VerifyInput:
         """The drafts were made by the last draft extend; a request takes as many as it may still use."""
         chains, layers, born = [], [], []
-        limit = self.depth_limit(len(batch.reqs))
+        limit = self.depth_limit(len(batch.reqs), self.num_steps)
         for req in batch.reqs:
             depth = req.draft_depth(limit)
             state = self.states[req.request_id] if depth else None
             chains.append(state.drafts[:depth] if state else [])
-            layers.append(tuple(range(len(chains[-1]))))
+            layers.append(state.sources[:depth] if state else ())
             born.append(state.born_step if state and chains[-1] else None)
         return VerifyInput(chains, layers, born)
 
-    def depth_limit(self, num_requests: int) -> int:
-        """Drafts per request that a verify of so many requests may hold."""
-        return min(self.num_steps, max(0, self.max_verify_rows // max(1, num_requests) - 1))
+    def depth_limit(self, num_requests: int, most: int) -> int:
+        """Drafts per request, ``most`` at most, that a verify of so many requests may hold."""
+        return min(most, max(0, self.max_verify_rows // max(1, num_requests) - 1))
 
     def draft_extend(self, rows: ComputedRows) -> list[int]:
         # A request that can use no more drafts never will again: its rows are left out.
@@ -140,21 +155,29 @@ class MultiLayerEagleWorker(SpecWorker):
             for req, start, hidden in zip(rows.reqs, rows.starts, rows.hidden, strict=True)
             if req.draft_depth(self.num_steps)
         ]
-        depth = min(
-            self.depth_limit(len(self.states)), max((req.draft_depth(self.num_steps) for req, _ in alive), default=0)
+        for req, state in alive:
+            found = self._look_up(req, state)
+            state.propose(found, (SOURCE_NGRAM,) * len(found), self.step - 1)
+        waiting = [(req, state) for req, state in alive if not state.drafts]
+        depth = max(
+            (req.draft_depth(self.depth_limit(len(self.states), self.num_layers)) for req, _ in waiting), default=0
         )
         if depth == 0:
-            for _, state in alive:
-                state.drafts = []
             return []
-        pieces = [DraftRows(req, state, self._first_row(state, depth), req.num_computed) for req, state in alive]
+        pieces = [DraftRows(req, state, self._first_row(state, depth), req.num_computed) for req, state in waiting]
         drafts, ends = self._run(pieces, depth)
         for piece, proposed in zip(pieces, drafts.t().tolist(), strict=True):
             state = piece.state
             state.ends[:depth] = [piece.end] * depth
-            state.drafts, state.born_step = proposed, self.step - 1
-            state.hidden.forget_before(self._first_row(state, self.num_steps))
+            state.propose(proposed, range(depth), self.step - 1)
+            state.hidden.forget_before(self._first_row(state, self.num_layers))
         return ends
+
+    def _look_up(self, req: Request, state: DraftState) -> list[int]:
+        if state.text is None or not req.output_token_ids:
+            return []
+        limit = req.draft_depth(self.depth_limit(len(self.states), self.max_lookup))
+        return state.text.continuation(req.token_ids, limit) if limit else []
 
     def _run(self, pieces: list[DraftRows], depth: int) -> tuple[Tensor, list[int]]:
         """Run ``depth`` layers: drafts ``[depth, requests]`` and when each layer ended."""
@@ -194,7 +217,8 @@ class MultiLayerEagleWorker(SpecWorker):
     def _receive(self, req: Request, start: int, hidden: Tensor) -> DraftState:
         state = self.states.get(req.request_id)
         if state is None:
-            state = self.states[req.request_id] = DraftState(KeptHidden(start), [start] * self.num_steps, [], -1)
+            text = NgramIndex(self.match) if self.match else None
+            state = self.states[req.request_id] = DraftState(KeptHidden(start), [start] * self.num_layers, text)
         if state.hidden.end != start:
             raise RuntimeError(
                 f"{req.request_id}: hidden states end at row {state.hidden.end}, the target's new rows start at {start}"

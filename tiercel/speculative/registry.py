@@ -10,6 +10,7 @@ from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.mtp_checkpoint import check_fit, load_draft_model, read_description, resolve_draft
 from tiercel.speculative.base_worker import SpecWorker
 from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
+from tiercel.speculative.ngram_worker import NgramWorker
 from tiercel.speculative.null_worker import NullWorker
 from tiercel.speculative.target_runner import TargetRunner
 
@@ -27,6 +28,10 @@ def _null(context: WorkerContext) -> SpecWorker:
     return NullWorker(context.target, 0)
 
 
+def _ngram(context: WorkerContext) -> SpecWorker:
+    return NgramWorker(context.target, context.spec.lookup, _max_verify_rows(context))
+
+
 def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
     folder = resolve_draft(context.spec.draft, context.checkpoint)
     draft = load_draft_model(folder, context.checkpoint, context.target.model)
@@ -35,6 +40,7 @@ def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
         context.target,
         draft,
         num_steps,
+        lookup=context.spec.lookup,
         exact_kv=context.spec.exact_kv,
         max_verify_rows=_max_verify_rows(context),
     )
@@ -53,6 +59,7 @@ def _max_verify_rows(context: WorkerContext) -> int:
 WORKERS: dict[str, Callable[[WorkerContext], SpecWorker]] = {
     NullWorker.method: _null,
     MultiLayerEagleWorker.method: _multi_layer_eagle,
+    NgramWorker.method: _ngram,
 }
 
 
