@@ -175,7 +175,8 @@ def open_pipeline(config: TraceConfig, model: str, exporters: Sequence[SpanExpor
     mark_sinks: list[MarkSink] = []
     with ExitStack() as opened:
         if config.records_out:
-            sinks.append(RecordsSink(config.records_out))
+            max_bytes = config.records_max_mb * 10**6 if config.records_max_mb else None
+            sinks.append(RecordsSink(config.records_out, max_bytes))
             opened.callback(sinks[-1].close)
         if config.trace_out:
             sinks.append(PerfettoSink(config.trace_out))

@@ -1,19 +1,28 @@
 """Records: one JSON line per request, and one per engine step with its rounds. Written by a sink, read back as objects."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tiercel.core.batch import ForwardMode, RequestExtend, RequestRound, StepRecord
+from tiercel.core.batch import StepRecord
 from tiercel.core.errors import UserError
 from tiercel.core.request import Request
+from tiercel.observability.record_files import REQUESTS, ROUNDS, OnTruncated, RotatingFile, read_rows, record_files
 from tiercel.observability.req_time_stats import ReqTimeStats
 from tiercel.observability.trace import to_epoch_ns
+from tiercel.observability.typed_json import MisfitError, decoder
 
 SCHEMA_VERSION = 1
-REQUESTS_FILE, ROUNDS_FILE = "requests.jsonl", "rounds.jsonl"
+"""Counts up when a field goes or changes its meaning; readers pass over fields that they do not know."""
+
+SCHEMAS = {
+    kind: Path(__file__).parent / "schema" / f"{kind}.v{SCHEMA_VERSION}.schema.json" for kind in ("request", "step")
+}
+"""The published JSON schemas (draft 2020-12) of a line of ``requests.jsonl`` and of ``rounds.jsonl``."""
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,77 +84,84 @@ def request_record(req: Request, stats: ReqTimeStats, model: str, method: str, n
 
 
 class RecordsSink:
-    """Appends to ``requests.jsonl`` and ``rounds.jsonl`` in a folder; a line is written whole and flushed."""
+    """Appends to ``requests.jsonl`` and ``rounds.jsonl`` in a folder, or to the files that follow them.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: made if it is not there.
+        max_bytes: see ``RotatingFile``.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._requests = (folder / REQUESTS_FILE).open("a", encoding="utf-8")
-            self._rounds = (folder / ROUNDS_FILE).open("a", encoding="utf-8")
+            self._requests = RotatingFile(folder, REQUESTS, max_bytes)
+            self._rounds = RotatingFile(folder, ROUNDS, max_bytes)
         except OSError as error:
             raise UserError(f"cannot write records to {folder}: {error.strerror}") from error
 
     def on_step(self, record: StepRecord) -> None:
-        line = {
-            "schema_version": SCHEMA_VERSION,
-            **asdict(record),
-            "stage_ms": {k: v / 1e6 for k, v in record.stage_ns.items()},
-        }
-        self._rounds.write(json.dumps(line) + "\n")
+        stage_ms = {stage: ns / 1e6 for stage, ns in record.stage_ns.items()}
+        rounds, extends = ([_row(part) for part in parts] for parts in (record.rounds, record.extends))
+        line = {"schema_version": SCHEMA_VERSION, **_row(record), "rounds": rounds, "extends": extends}
+        self._rounds.append(json.dumps(line | {"stage_ms": stage_ms}))
 
     def on_request(self, record: RequestRecord, _: ReqTimeStats) -> None:
-        self._requests.write(json.dumps(asdict(record)) + "\n")
-        self._requests.flush()
-        self._rounds.flush()
+        self._requests.append(json.dumps(_row(record)))
 
     def close(self) -> None:
         self._requests.close()
         self._rounds.close()
 
 
-def read_requests(path: Path) -> Iterator[RequestRecord]:
-    """Typed request records of a file.
+def _row(record: Any) -> dict[str, Any]:
+    """Fields as they are: ``asdict`` would copy every list first."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def read_requests(path: Path, on_truncated: OnTruncated | None = None) -> Iterator[RequestRecord]:
+    """Typed request records, one line at a time.
+
+    Args:
+        path: a file, or a folder whose ``requests*.jsonl`` are walked from the oldest on.
+        on_truncated: is told of a last line that is cut off, which is then left out; None raises.
 
     Raises:
-        UserError: naming file and line, for a broken line or another schema version.
+        UserError: naming file and line, for a broken or truncated line or another schema version.
     """
-    for where, row in _lines(path):
-        try:
-            tuples = {name: tuple(row[name]) for name in ("token_ids", "token_sources")}
-            yield RequestRecord(**{**row, **tuples})
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{where}: not a request record ({error})") from error
+    return _records(_files(path, REQUESTS), RequestRecord, on_truncated)
 
 
-def read_rounds(path: Path) -> Iterator[StepRecord]:
-    """Typed step records of a file; raises as ``read_requests``."""
-    for where, row in _lines(path):
-        try:
-            fields = {name: row[name] for name in StepRecord.__dataclass_fields__}
-            rounds = [_round(r) for r in row["rounds"]]
-            extends = [RequestExtend(**e) for e in row["extends"]]
-            yield StepRecord(**{**fields, "mode": ForwardMode(row["mode"]), "rounds": rounds, "extends": extends})
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{where}: not a step record ({error})") from error
+def read_rounds(path: Path, on_truncated: OnTruncated | None = None) -> Iterator[StepRecord]:
+    """Typed step records of a file, or of a folder's ``rounds*.jsonl``; else as ``read_requests``."""
+    return _records(_files(path, ROUNDS), StepRecord, on_truncated)
 
 
-def _round(row: dict[str, Any]) -> RequestRound:
-    tuples = {name: tuple(row[name]) for name in ("draft_token_ids", "draft_layers")}
-    return RequestRound(**{**row, **tuples})
+def holds_requests(path: Path) -> bool:
+    """Whether a file's first line is a request record (else it holds step records, or nothing that can be read)."""
+    _, row = next(read_rows(path, lambda _: None), ("", {}))
+    return "finish_reason" in row
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read records {path}: {error.strerror}") from error
-    for number, line in enumerate(text.splitlines(), start=1):
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-            version = row["schema_version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{where}: no record ({error})") from error
-        if version != SCHEMA_VERSION:
-            raise UserError(f"{where}: schema version {version}, this reader knows {SCHEMA_VERSION}")
-        yield where, row
+def _files(path: Path, stem: str) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = record_files(path, stem)
+    if not found:
+        raise UserError(f"{path} holds no {stem}.jsonl: give the folder that --records-out named, or a file")
+    return found
+
+
+def _records(files: Iterable[Path], kind: type[Record], on_truncated: OnTruncated | None) -> Iterator[Record]:
+    decode = decoder(kind)
+    for path in files:
+        for where, row in read_rows(path, on_truncated):
+            version = row.get("schema_version")
+            if version != SCHEMA_VERSION:
+                raise UserError(f"{where}: schema version {version}, this reader knows {SCHEMA_VERSION}")
+            try:
+                yield decode(row)
+            except MisfitError as error:
+                raise UserError(f"{where}: not a {kind.__name__} ({error})") from error
