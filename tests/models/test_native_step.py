@@ -195,7 +195,7 @@ def test_quantisation_is_as_asked(toy_model: Path, tmp_path: Path, toy_target: L
     assert 0 < (ours - theirs).abs().max() < 0.1 * theirs.abs().max()  # type: ignore[operator, union-attr]
     save_draft(random_draft(toy_target), tmp_path, {})
     draft: DraftModel = load_draft_model(tmp_path, rounded.checkpoint, rounded.model)
-    assert draft.layers[0].model.head.format is Format.Q8_0  # type: ignore[attr-defined]
+    assert draft.layers[0].model.head.format is Format.Q4_0  # type: ignore[attr-defined]
     for wrong in ({"enforce_eager": True}, {"dtype": "bfloat16"}, {"device": "cuda"}):
         with pytest.raises(UserError, match="q8_0"):
             EngineConfig(quantization="q8_0", **wrong)  # type: ignore[arg-type]

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
 
 from tiercel.core.config import EngineConfig
 from tiercel.core.errors import UserError
@@ -24,6 +27,12 @@ class Placement:
         """Wait for the device, so that a host clock read marks the end of its work; nothing to wait for on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def integers(values: ArrayLike, device: torch.device) -> Tensor:
+    """An int64 tensor on ``device``; through NumPy, which reads a list ten times as fast as ``torch.tensor``."""
+    found = torch.from_numpy(np.array(values, dtype=np.int64))
+    return found if device.type == "cpu" else found.to(device)
 
 
 def place(config: EngineConfig) -> Placement:

@@ -194,8 +194,9 @@ class Engine:
         record.kv_slots_used, record.kv_slots_total = self.kv.num_slots_used, self.kv.num_slots_total
         record.start_ns, record.end_ns = start, perf_counter_ns()
         if batch.mode is ForwardMode.DECODE:
+            stage_ns = record.stage_ns
             for req in batch.reqs:
-                req.spec.stage_ns.add(record.stage_ns)
+                req.spec.stage_ns.add(stage_ns)
         self.pipeline.on_step(record)
         outputs = []
         for req, count in zip(batch.reqs, result.num_emitted, strict=True):

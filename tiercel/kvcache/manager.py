@@ -78,7 +78,7 @@ class KvCacheManager:
             KvCacheError: they were not reserved, or fewer than were committed before.
         """
         owner = self._owners[request_id]
-        if not owner.committed <= length <= len(owner.slots):
+        if not owner.committed <= length <= len(owner.pages) * self.page_size:
             raise KvCacheError(
                 f"{request_id}: commit of {length}, {owner.committed} committed, {len(owner.slots)} reserved"
             )
@@ -88,9 +88,10 @@ class KvCacheManager:
         """Give back the pages that lie wholly beyond the committed positions."""
         owner = self._owners[request_id]
         keep = -(-owner.committed // self.page_size)
-        self._free.extend(owner.pages[keep:])
-        del owner.pages[keep:]
-        owner.slots = owner.slots[: keep * self.page_size]
+        if keep < len(owner.pages):
+            self._free.extend(owner.pages[keep:])
+            del owner.pages[keep:]
+            owner.slots = owner.slots[: keep * self.page_size]
 
     def release(self, request_id: str) -> None:
         """Give back everything a request owns; nothing happens if it owns nothing."""

@@ -7,7 +7,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tiercel.device.placement import integers
 from tiercel.kvcache.storage import KvStorage
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +38,17 @@ class Rows:
     @cached_property
     def positions(self) -> Tensor:
         """Position of every row: int64 ``[rows]``."""
-        return torch.tensor([p for s in self.segments for p in range(s.start, s.end)], device=self.device)
+        return integers([p for s in self.segments for p in range(s.start, s.end)], self.device)
 
     @cached_property
     def firsts(self) -> Tensor:
         """First row of each segment, then the number of rows: int64 ``[segments + 1]``, on the host."""
-        return torch.tensor([0, *accumulate(self.counts)])
+        return integers([0, *accumulate(self.counts)], CPU)
 
     @cached_property
     def slot_addresses(self) -> Tensor:
         """Where each segment's slots lie in memory: int64 ``[segments]``, on the host."""
-        return torch.tensor([s.slots.data_ptr() for s in self.segments])
+        return integers([s.slots.data_ptr() for s in self.segments], CPU)
 
     @cached_property
     def rectangle(self) -> "Rectangle":

@@ -40,8 +40,8 @@ class NativeStep:
         """See ``StepModel``."""
         rows, wanted = step.rows, step.wanted
         hidden = torch.empty(rows.num_rows, self.model.shape.hidden)
-        best = torch.empty(len(wanted), dtype=torch.int64)
-        logits = torch.empty(len(wanted), self.model.head.rows) if step.with_logits else None
+        best = torch.empty(wanted.shape[0], dtype=torch.int64)
+        logits = torch.empty(wanted.shape[0], self.model.head.rows) if step.with_logits else None
         keys, values = self._addresses(storages)
         target_hidden = None if step.target_hidden is None else step.target_hidden.contiguous()
         call = Step(
@@ -56,7 +56,7 @@ class NativeStep:
             keys=keys.data_ptr(),
             values=values.data_ptr(),
             hidden=hidden.data_ptr(),
-            wanted=len(wanted),
+            wanted=wanted.shape[0],
             wanted_rows=wanted.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
             best=best.data_ptr(),
@@ -93,9 +93,9 @@ class NativeChain:
             keys = torch.tensor([s.keys.data_ptr() for layer in storages for s in layer])
             self._storages = (storages, keys, torch.tensor([s.values.data_ptr() for layer in storages for s in layer]))
         tokens, source, wanted = token_ids.clone(), target_hidden.contiguous(), known.contiguous()
-        drafts, ends = torch.empty_like(wanted), torch.empty(len(wanted), dtype=torch.int64)
+        drafts, ends = torch.empty_like(wanted), torch.empty(wanted.shape[0], dtype=torch.int64)
         chain = Chain(
-            depth=len(wanted),
+            depth=wanted.shape[0],
             layers=self.handles.data_ptr(),
             keys=self._storages[1].data_ptr(),
             values=self._storages[2].data_ptr(),
@@ -114,7 +114,7 @@ class NativeChain:
             segment_rows=rows.firsts.data_ptr(),
             slots=rows.slot_addresses.data_ptr(),
             pool=storages[0][0].keys.shape[1],
-            wanted=len(last),
+            wanted=last.shape[0],
             wanted_rows=last.data_ptr(),
         )
         run_chain(chain, step, torch.get_num_threads())
@@ -178,7 +178,7 @@ def native_mtp_layers(
     expected = {f"{i}.{name}": tuple(t.shape) for i in range(description.num_layers) for name, t in layer.items()}
     packer = Packer(dict(matched(tensors, expected, where)), requantise=target.head_blocks.format.is_quantised)
     whole = len(target_ids) == len(target.head_blocks.data)
-    head = target.model.head if whole else Matrix(target.head_blocks.take(target_ids.numpy()))
+    head = target.model.head if whole else Matrix(_draft_head(target.head_blocks.take(target_ids.numpy())))
     shape = _shape(description.body)
     shape.target_hidden, shape.embedding_first = description.target_hidden_size, description.embedding_first
     return [
@@ -251,6 +251,13 @@ def dequantised(blocks: Blocks) -> NDArray[np.float32]:
     """float32 ``[rows, columns]``."""
     values: NDArray[np.float32] = dequantize(blocks.data, GGMLQuantizationType(int(blocks.format)))
     return values
+
+
+def _draft_head(blocks: Blocks) -> Blocks:
+    """Most of what an MTP layer reads, and only drafts depend on it: an 8-bit head becomes Q4_0, at half the time."""
+    if blocks.format is not Format.Q8_0:
+        return blocks
+    return Blocks(Format.Q4_0, blocks.columns, quantize(dequantised(blocks), GGMLQuantizationType.Q4_0))
 
 
 def _float_blocks(tensor: Tensor) -> Blocks:

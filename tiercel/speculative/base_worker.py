@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 
 from tiercel.core.batch import (
@@ -19,6 +18,7 @@ from tiercel.core.batch import (
 )
 from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL, FinishReason, Request
 from tiercel.device.parallel import SINGLE, TensorParallelGroup, draft_tp_context, speculative_moe_backend_context
+from tiercel.device.placement import integers
 from tiercel.observability.req_time_stats import set_time_batch
 from tiercel.observability.trace import get_global_tracing_enabled
 from tiercel.speculative.target_runner import LogitsOutput, TargetRunner
@@ -203,7 +203,7 @@ class SpecWorker(ABC):
         return perf_counter_ns()
 
     def _on_device(self, token_ids: list[int]) -> Tensor:
-        return torch.tensor(token_ids, device=self.target.placement.device)
+        return integers(token_ids, self.target.placement.device)
 
 
 def deliver(req: Request, token_ids: list[int], sources: list[int]) -> int:

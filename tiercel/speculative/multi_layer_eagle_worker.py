@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tiercel.core.batch import Batch
 from tiercel.core.request import SOURCE_NGRAM, Request
+from tiercel.device.placement import integers
 from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import DraftModel, StepInput
@@ -183,9 +184,9 @@ class MultiLayerEagleWorker(SpecWorker):
         """Run ``depth`` layers: drafts ``[depth, requests]`` and when each layer ended."""
         device = self.target.placement.device
         rows = Rows([Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces], device)
-        last = torch.tensor([end - 1 for end in accumulate(rows.counts)], device=device)
-        tokens = torch.tensor([t for p in pieces for t in p.req.token_ids[p.start : p.end]], device=device)
-        known = torch.tensor([p.known_tokens(depth) for p in pieces], device=device).t()
+        last = integers([end - 1 for end in accumulate(rows.counts)], device)
+        tokens = integers([t for p in pieces for t in p.req.token_ids[p.start : p.end]], device)
+        known = integers(list(zip(*(p.known_tokens(depth) for p in pieces), strict=True)), device)
         hidden = torch.cat([p.state.hidden.since(p.start) for p in pieces])
         if self.model.chain is not None and all(p.req.sampling.is_greedy for p in pieces):
             return self.model.chain(rows, tokens, last, known, hidden, self.storages)

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from tiercel.core.request import Request
-from tiercel.device.placement import Placement
+from tiercel.device.placement import Placement, integers
 from tiercel.kvcache.manager import KvCacheManager
 from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
@@ -64,8 +63,8 @@ class TargetRunner:
         ]
         row_ends = accumulate(rows.counts)
         wanted = [i for end, count in zip(row_ends, num_sampled, strict=True) for i in range(end - count, end)]
-        on_device = torch.tensor(wanted, dtype=torch.int64, device=self.placement.device)
+        on_device = integers(wanted, self.placement.device)
         output = self.model.run(StepInput(rows, token_ids, on_device, needs_logits(how)), self.storages)
         tokens = iter(choose(output.best, output.logits, how, self.noise).tolist())
-        hidden = list(torch.split(output.hidden, rows.counts))
+        hidden = list(output.hidden.split_with_sizes(rows.counts))
         return LogitsOutput(hidden, [[next(tokens) for _ in range(count)] for count in num_sampled])
