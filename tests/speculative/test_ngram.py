@@ -3,7 +3,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercel.speculative.ngram import NgramIndex
+from tiercel.speculative.ngram import NgramIndex, worth_verifying
 
 
 def looked_up(text: list[int], match: int, limit: int) -> list[int]:
@@ -34,3 +34,9 @@ def test_it_repeats_a_loop_and_proposes_no_more_than_it_knows() -> None:
     assert index.continuation([1, 2, 3, 4, 1, 2, 3], 7) == [4, 1, 2]  # three tokens agree: three drafts
     assert NgramIndex(3).continuation([5, 6] * 8, 7) == [5, 6, 5, 6, 5, 6, 5]
     assert NgramIndex(3).continuation([random.randrange(9, 1000)] * 3, 7) == []  # the run is as long as the text
+
+
+def test_only_the_longest_matches_take_more_rows_than_there_are() -> None:
+    assert worth_verifying([4, 5, 6], 7, 2) == [4, 5]
+    assert worth_verifying([4, 5, 6], 7, 0) == []
+    assert worth_verifying([4, 5, 6], 3, 0) == [4, 5, 6]

@@ -25,7 +25,7 @@ from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import DraftModel, StepInput
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
-from tiercel.speculative.ngram import NgramIndex
+from tiercel.speculative.ngram import NgramIndex, worth_verifying
 from tiercel.speculative.sampling import RowSampling, choose, needs_logits
 from tiercel.speculative.target_runner import TargetRunner
 
@@ -103,8 +103,9 @@ class MultiLayerEagleWorker(SpecWorker):
         num_layers: layers in use.
         lookup: ``SpecConfig.lookup``: tokens that must agree for prompt lookup (0: off), and its drafts per round at most.
         exact_kv: feed provisional rows again.
-        max_verify_rows: rows that a verify may hold; with more requests each gets fewer drafts, down to none. Layers that are
-            left out go on later from hidden states kept for them, so drafts are the same as if they had run all along.
+        max_verify_rows: rows that a verify may hold; with more requests each gets fewer drafts, down to none but those of the
+            longest matches. Layers that are left out go on later from hidden states kept for them, so drafts are the same as if
+            they had run all along.
     """
 
     method: ClassVar[str] = "multi-layer-eagle"
@@ -136,14 +137,18 @@ class MultiLayerEagleWorker(SpecWorker):
     def draft(self, batch: Batch) -> VerifyInput:
         """The drafts were made by the last draft extend; a request takes as many as it may still use."""
         chains, layers, born = [], [], []
-        limit = self.depth_limit(len(batch.reqs), self.num_steps)
+        rows = self.depth_limit(len(batch.reqs), self.num_steps)
         for req in batch.reqs:
-            depth = req.draft_depth(limit)
+            depth = req.draft_depth(self.num_steps)
             state = self.states[req.request_id] if depth else None
-            chains.append(state.drafts[:depth] if state else [])
-            layers.append(state.sources[:depth] if state else ())
+            chains.append(self._worthwhile(state, rows)[:depth] if state else [])
+            layers.append(state.sources[: len(chains[-1])] if state else ())
             born.append(state.born_step if state and chains[-1] else None)
         return VerifyInput(chains, layers, born)
+
+    def _worthwhile(self, state: DraftState, rows: int) -> list[int]:
+        is_lookup = SOURCE_NGRAM in state.sources
+        return worth_verifying(state.drafts, self.max_lookup, rows) if is_lookup else state.drafts[:rows]
 
     def depth_limit(self, num_requests: int, most: int) -> int:
         """Drafts per request, ``most`` at most, that a verify of so many requests may hold."""
@@ -177,8 +182,8 @@ class MultiLayerEagleWorker(SpecWorker):
     def _look_up(self, req: Request, state: DraftState) -> list[int]:
         if state.text is None or not req.output_token_ids:
             return []
-        limit = req.draft_depth(self.depth_limit(len(self.states), self.max_lookup))
-        return state.text.continuation(req.token_ids, limit) if limit else []
+        found = state.text.continuation(req.token_ids, req.draft_depth(self.max_lookup))
+        return worth_verifying(found, self.max_lookup, self.depth_limit(len(self.states), self.max_lookup))
 
     def _run(self, pieces: list[DraftRows], depth: int) -> tuple[Tensor, list[int]]:
         """Run ``depth`` layers: drafts ``[depth, requests]`` and when each layer ended."""
