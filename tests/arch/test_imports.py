@@ -20,8 +20,20 @@ ROOMS: dict[str, set[str]] = {
     "speculative": {"core", "device", "kvcache", "models"},
     "engine": {"core", "observability", "device", "kvcache", "models", "speculative"},
     "train": {"core", "device", "kvcache", "models"},
+    "report": {"core", "observability", "models"},
     "bench": {"core", "observability", "device", "kvcache", "models", "native", "speculative", "engine"},
-    "cli": {"core", "observability", "device", "kvcache", "models", "speculative", "engine", "train", "bench"},
+    "cli": {
+        "core",
+        "observability",
+        "device",
+        "kvcache",
+        "models",
+        "speculative",
+        "engine",
+        "train",
+        "report",
+        "bench",
+    },
 }
 FRONT_DOOR = "__init__.py"
 """``tiercel`` itself hands out the engine: a room that imports it imports everything."""

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tiercel.bench.latency import STAGES
 from tiercel.bench.samples import Spread
-from tiercel.cli.render import percent
+from tiercel.report.wording import percent
 
 SPEED_COLUMNS = {
     "first token ms": "first_token_ms",

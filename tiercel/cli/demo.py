@@ -72,7 +72,7 @@ def command(
     files = (trace.trace_out, *(out / "records" / file_name(stem) for stem in (REQUESTS, ROUNDS)))
     console.print("wrote " + ", ".join(map(str, files)) + " (open the trace at ui.perfetto.dev)", soft_wrap=True)
     if picture:
-        save_picture([*page, "", *tables], picture)
+        save_picture([*page, "", *tables], picture, "tiercel demo")
 
 
 def _remove_old_records(folder: Path) -> None:

@@ -11,7 +11,6 @@ from rich.table import Table
 from tiercel.cli import options
 from tiercel.cli.json_file import check_writable, write_json
 from tiercel.cli.prompts import PromptRow, read_prompts
-from tiercel.cli.render import percent
 from tiercel.core.acceptance import SpecCounts
 from tiercel.core.config import EngineConfig, SpecConfig
 from tiercel.core.sampling_params import SamplingParams
@@ -23,6 +22,7 @@ from tiercel.models.decoder import Decoder
 from tiercel.models.loading import load_decoder
 from tiercel.models.mtp import MtpDraft
 from tiercel.models.mtp_checkpoint import load_draft, resolve_draft
+from tiercel.report.wording import percent
 from tiercel.train.data import Conversation
 from tiercel.train.objective import measure
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from tiercel.core.errors import UserError
 from tiercel.core.request import SOURCE_BONUS, SOURCE_NGRAM, SOURCE_PREFILL
 from tiercel.engine.outputs import RequestOutput
+from tiercel.report.wording import percent
 
 LAYER_STYLES = ("bold green", "bold yellow", "bold magenta", "bold cyan")
 """Style of the tokens that MTP layer 1, 2, 3, … proposed; more layers start over."""
@@ -43,7 +44,7 @@ def styled(text: str, source: int | None) -> Text:
     return Text(text, style="default" if source is None else source_style(source))
 
 
-def save_picture(page: Sequence[RenderableType], path: Path) -> None:
+def save_picture(page: Sequence[RenderableType], path: Path, title: str) -> None:
     """Draw a page anew as an SVG picture, its long lines wrapped; a terminal does that itself, a picture cuts them off.
 
     Raises:
@@ -53,14 +54,9 @@ def save_picture(page: Sequence[RenderableType], path: Path) -> None:
     for part in page:
         console.print(part)
     try:
-        console.save_svg(str(path), title="tiercel demo")
+        console.save_svg(str(path), title=title)
     except OSError as error:
         raise UserError(f"cannot write the picture {path}: {error.strerror}") from error
-
-
-def percent(value: float | None, digits: int = 0) -> str:
-    """A share for a table; a dash where nothing was counted."""
-    return "–" if value is None else f"{100 * value:.{digits}f}%"
 
 
 def counts_table(outputs: list[RequestOutput]) -> Table:
