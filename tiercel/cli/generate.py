@@ -16,6 +16,7 @@ from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.llm import LLM
 from tiercel.engine.outputs import RequestOutput
+from tiercel.observability.metrics import HOST
 
 
 def command(
@@ -59,6 +60,8 @@ def command(
     trace_out: options.TraceOut = None,
     records_out: options.RecordsOut = None,
     records_max_mb: options.RecordsMaxMb = None,
+    metrics_port: options.MetricsPort = None,
+    metrics_vllm_names: options.MetricsVllmNames = False,
     enable_trace: Annotated[bool, typer.Option("--enable-trace", help="Make OpenTelemetry spans.")] = False,
     trace_level: Annotated[int, typer.Option(help="0 off … 3 everything.")] = 3,
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Collector, e.g. http://localhost:4317.")] = None,
@@ -91,9 +94,13 @@ def command(
         trace_out=trace_out,
         records_out=records_out,
         records_max_mb=records_max_mb,
+        metrics_port=metrics_port,
+        metrics_vllm_names=metrics_vllm_names,
     )
     rows = read_prompts(prompts) if prompts else [PromptRow("req-0", prompt or "")]
     with LLM(spec=speculation, engine=engine, trace=trace) as llm:
+        if metrics := llm.engine.pipeline.metrics:
+            typer.echo(f"metrics: http://{HOST}:{metrics.port}/metrics", err=True)
         show = _print_json if as_json else (_print_stream if prompt is not None else _print_texts)
         show(llm, rows, sampling, chat=not raw)
 

@@ -39,5 +39,11 @@ RecordsOut = Annotated[Path | None, typer.Option("--records-out", help="Folder f
 RecordsMaxMb = Annotated[
     int | None, typer.Option("--records-max-mb", help="Begin another record file after so many megabytes.")
 ]
+MetricsPort = Annotated[
+    int | None, typer.Option("--metrics-port", help="Show Prometheus metrics on this port of 127.0.0.1; 0: a free one.")
+]
+MetricsVllmNames = Annotated[
+    bool, typer.Option("--metrics-vllm-names", help="Export the metrics that vLLM has under its names as well.")
+]
 
 DEFAULT = DEFAULT_MODEL

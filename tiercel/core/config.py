@@ -140,6 +140,9 @@ class TraceConfig:
         trace_out: Chrome/Perfetto JSON file, one track per request plus the engine's.
         records_out: folder for ``requests.jsonl`` and ``rounds.jsonl``.
         records_max_mb: a record file of so many megabytes (10**6 bytes) is followed by the next; None never begins another.
+        metrics: count for Prometheus (``LLM.metrics_text``).
+        metrics_port: show the metrics on this port of 127.0.0.1, too; 0 takes a free one.
+        metrics_vllm_names: export families that vLLM has under its names as well.
 
     Raises:
         UserError: a value is outside its range or contradicts another.
@@ -153,6 +156,9 @@ class TraceConfig:
     trace_out: Path | None = None
     records_out: Path | None = None
     records_max_mb: int | None = None
+    metrics: bool = False
+    metrics_port: int | None = None
+    metrics_vllm_names: bool = False
 
     def __post_init__(self) -> None:
         one_of("trace_level", self.trace_level, TRACE_LEVELS)
@@ -163,6 +169,19 @@ class TraceConfig:
             at_least("records_max_mb", self.records_max_mb, 1)
             if self.records_out is None:
                 raise UserError("records_max_mb is set but records are off: add --records-out DIR")
+        if self.metrics_port is not None:
+            at_least("metrics_port", self.metrics_port, 0)
+            if self.metrics_port > 65535:
+                raise UserError(f"metrics_port={self.metrics_port} is no port: give 0 (a free one) to 65535")
+        if self.metrics_vllm_names and not self.counts_metrics:
+            raise UserError(
+                "metrics_vllm_names is set but metrics are off: add --metrics-port, or metrics=True in Python"
+            )
+
+    @property
+    def counts_metrics(self) -> bool:
+        """Whether anything is counted for Prometheus."""
+        return self.metrics or self.metrics_port is not None
 
 
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

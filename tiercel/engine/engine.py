@@ -22,6 +22,7 @@ from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.hub import resolve_model
 from tiercel.models.opening import load_model, open_checkpoint
 from tiercel.models.step import Target
+from tiercel.observability.metrics import EngineView, Load
 from tiercel.observability.pipeline import open_pipeline
 from tiercel.observability.records import RequestRecord, request_record
 from tiercel.observability.req_time_stats import ReqTimeStats, set_time_batch
@@ -93,11 +94,17 @@ class Engine:
         self.max_model_len = _context_limit(config, checkpoint.description.max_position)
         self.scheduler = Scheduler(config, self.kv, worker.num_steps, self._preempted)
         self.requests: dict[str, Request] = {}
-        self.pipeline = open_pipeline(trace, model_name, exporters)
+        view = EngineView(worker.method, worker.num_steps, worker.num_layers, self.load)
+        self.pipeline = open_pipeline(trace, model_name, exporters, view)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def load(self) -> Load:
+        """How busy the engine is; may be asked by any thread, since it only takes lengths."""
+        scheduler, kv = self.scheduler, self.kv
+        return Load(len(scheduler.admitted), len(scheduler.waiting), kv.num_slots_used, kv.num_slots_total)
 
     def check_request(self, request_id: str, prompt_token_ids: list[int]) -> None:
         """Refuse a request that cannot run; nothing is queued or recorded.

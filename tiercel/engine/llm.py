@@ -60,6 +60,18 @@ class LLM:
         """Abort what runs; flush traces and records."""
         self.engine.close()
 
+    def metrics_text(self) -> str:
+        """Everything counted so far in Prometheus' text format (docs/metrics.md).
+
+        Raises:
+            UserError: metrics are off.
+        """
+        metrics = self.engine.pipeline.metrics
+        if metrics is None:
+            raise UserError("metrics are off: give TraceConfig(metrics=True)")
+        self.engine.pipeline.drain()
+        return metrics.store.exposition()[0].decode()
+
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
         """Token ids of a prompt; text goes through the chat template as one user message unless ``chat`` is False."""
         if isinstance(prompt, str):

@@ -19,19 +19,24 @@ What the engine calls, in a request's order::
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from tiercel.core.batch import StepRecord
 from tiercel.core.config import TraceConfig
+from tiercel.observability import metric_table as table
+from tiercel.observability.metric_store import Reading
+from tiercel.observability.metric_table import Family
+from tiercel.observability.metrics import EngineView, MetricsSink
 from tiercel.observability.perfetto import PerfettoSink
 from tiercel.observability.records import RecordsSink, RequestRecord
 from tiercel.observability.req_time_stats import Mark, ReqTimeStats
 from tiercel.observability.spans import SpanSink
-from tiercel.observability.trace import make_provider, set_global_trace_level
+from tiercel.observability.trace import CountingProvider, make_provider, set_global_trace_level
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +60,8 @@ class MarkSink(Sink, Protocol):
     def on_mark(self, mark: Mark) -> None: ...
 
 
-Item = Mark | StepRecord | tuple[RequestRecord, ReqTimeStats]
+Item = Mark | StepRecord | tuple[RequestRecord, ReqTimeStats] | threading.Event
+"""An event is set when its turn comes."""
 
 
 class TracePipeline:
@@ -66,7 +72,8 @@ class TracePipeline:
         mark_sinks: consumers that want marks as well.
         capacity: items that may wait.
 
-    ``dropped`` counts items that found the queue full, ``failed`` exceptions, both by kind.
+    ``dropped`` counts items that found the queue full, ``failed`` exceptions, both by kind. ``metrics`` is the sink that
+    counts for Prometheus, where there is one.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class TracePipeline:
         self._wake, self._closing = threading.Event(), False
         self.dropped: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
+        self.metrics: MetricsSink | None = None
         self._thread: threading.Thread | None = None
         if self._sinks:
             self._thread = threading.Thread(target=self._run, name="tiercel-trace", daemon=True)
@@ -100,6 +108,31 @@ class TracePipeline:
     def on_request(self, record: RequestRecord, stats: ReqTimeStats) -> None:
         """Take the end of a request, however full the queue is."""
         self._put((record, stats), "request", always=True)
+
+    def drain(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Wait until the sinks have what was taken so far.
+
+        Returns:
+            Whether they had it in time.
+        """
+        if self._thread is None:
+            return True
+        if self._closing:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        done = threading.Event()
+        self._put(done, "drain", always=True)
+        return done.wait(timeout_s)
+
+    def readings(self) -> Iterator[Reading]:
+        """How the pipeline itself fares."""
+        for kind in table.ITEM_KINDS:
+            yield table.ITEMS_DROPPED, (kind,), self.dropped[kind]
+        yield table.QUEUE_ITEMS, (), len(self._items)
+        for sink in self._sinks:
+            for call in ("step", "request", "close", *(["mark"] if sink in self._mark_sinks else [])):
+                name = type(sink).__name__
+                yield table.SINK_FAILURES, (name, call), self.failed[f"{name}.{call}"]
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Flush and close every sink, waiting at most ``timeout_s``.
@@ -146,6 +179,8 @@ class TracePipeline:
         elif isinstance(item, StepRecord):
             for sink in self._sinks:
                 self._guarded(sink, "step", sink.on_step, item)
+        elif isinstance(item, threading.Event):
+            item.set()
         else:
             for sink in self._sinks:
                 self._guarded(sink, "request", sink.on_request, *item)
@@ -160,19 +195,27 @@ class TracePipeline:
                 logger.exception("trace pipeline: %s failed; further failures are only counted", key)
 
 
-def open_pipeline(config: TraceConfig, model: str, exporters: Sequence[SpanExporter] = ()) -> TracePipeline:
+def open_pipeline(
+    config: TraceConfig,
+    model: str,
+    exporters: Sequence[SpanExporter] = (),
+    engine: EngineView = EngineView(),
+) -> TracePipeline:
     """The pipeline that ``config`` asks for. With tracing on it sets the process's trace level.
 
     Args:
         config: what is recorded, and where it goes.
         model: model name for the spans.
         exporters: further span exporters.
+        engine: what the metrics show of it.
 
     Raises:
-        UserError: a file cannot be written, or an endpoint cannot be used.
+        UserError: a file cannot be written, or an endpoint or port cannot be used.
     """
     sinks: list[Sink] = []
     mark_sinks: list[MarkSink] = []
+    metrics: MetricsSink | None = None
+    provider: CountingProvider | None = None
     with ExitStack() as opened:
         if config.records_out:
             max_bytes = config.records_max_mb * 10**6 if config.records_max_mb else None
@@ -181,8 +224,29 @@ def open_pipeline(config: TraceConfig, model: str, exporters: Sequence[SpanExpor
         if config.trace_out:
             sinks.append(PerfettoSink(config.trace_out))
             opened.callback(sinks[-1].close)
+        if config.counts_metrics:
+            metrics = MetricsSink(model, engine, vllm_names=config.metrics_vllm_names, port=config.metrics_port)
+            sinks.append(metrics)
+            opened.callback(metrics.close)
         if config.enable_trace:
-            mark_sinks.append(SpanSink(make_provider(config, exporters), model))
+            provider = make_provider(config, exporters)
+            mark_sinks.append(SpanSink(provider, model))
             set_global_trace_level(config.trace_level)
         opened.pop_all()  # all are open: from here on the pipeline closes them
-    return TracePipeline(sinks, mark_sinks)
+    pipeline = TracePipeline(sinks, mark_sinks)
+    if metrics:
+        pipeline.metrics = metrics
+        metrics.store.readers.append(pipeline.readings)
+        if provider:
+            metrics.store.readers.append(partial(_span_readings, provider))
+    return pipeline
+
+
+def _span_readings(provider: CountingProvider) -> Iterator[Reading]:
+    numbers: Counter[tuple[Family, str]] = Counter()
+    for counts in provider.counts():
+        numbers[table.SPANS_EXPORTED, counts.exporter] += counts.exported
+        numbers[table.SPANS_FAILED, counts.exporter] += counts.failed
+        numbers[table.SPANS_DROPPED, counts.exporter] += counts.dropped
+    for (family, exporter), number in numbers.items():
+        yield family, (exporter,), number

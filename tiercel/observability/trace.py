@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def to_epoch_ns(perf_ns: int) -> int:
     return perf_ns + EPOCH_OFFSET_NS
 
 
-def make_provider(config: TraceConfig, extra: Sequence[SpanExporter] = ()) -> TracerProvider:
+def make_provider(config: TraceConfig, extra: Sequence[SpanExporter] = ()) -> "CountingProvider":
     """A tracer provider with the exporters that ``config`` asks for.
 
     ``OTEL_*`` variables are honoured by the SDK (resource, sampler, limits, queue, exporter headers and time-outs), and so are
@@ -75,19 +76,18 @@ def make_provider(config: TraceConfig, extra: Sequence[SpanExporter] = ()) -> Tr
         UserError: the OTLP file cannot be written, or the endpoint or protocol cannot be used.
     """
     resource = Resource({SERVICE_NAME: "tiercel"}).merge(OTELResourceDetector().detect())
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     network = _otlp_exporter(config)
+    processors: list[DirectProcessor | CountingBatchProcessor] = []
     if config.otlp_file:
         # First, because processors are shut down in this order: a dead collector must not keep spans from the file.
-        provider.add_span_processor(DirectProcessor(OtlpJsonFileExporter(config.otlp_file)))
-    for exporter in [*extra, network] if network else extra:
-        provider.add_span_processor(CountingBatchProcessor(exporter))
-    if not (config.otlp_file or network or extra):
+        processors.append(DirectProcessor(OtlpJsonFileExporter(config.otlp_file)))
+    processors += [CountingBatchProcessor(exporter) for exporter in ([*extra, network] if network else extra)]
+    if not processors:
         logger.warning(
             "tracing is on, but its spans go nowhere: give --otlp-traces-endpoint, --otlp-file or %s",
             OTEL_EXPORTER_OTLP_ENDPOINT,
         )
-    return provider
+    return CountingProvider(resource, processors)
 
 
 def _otlp_exporter(config: TraceConfig) -> SpanExporter | None:
@@ -113,6 +113,33 @@ def _otlp_exporter(config: TraceConfig) -> SpanExporter | None:
     return HttpExporter(endpoint=endpoint)
 
 
+@dataclass(frozen=True, slots=True)
+class SpanCounts:
+    """What became of the spans that ended, for one exporter (its class name); the rest is on its way.
+
+    ``failed`` ones it could not deliver; ``dropped`` ones never reached it. None of the numbers ever falls.
+    """
+
+    exporter: str
+    exported: int
+    failed: int
+    dropped: int
+
+
+class CountingProvider(TracerProvider):
+    """A tracer provider that knows what became of its spans."""
+
+    def __init__(self, resource: Resource, processors: "Sequence[DirectProcessor | CountingBatchProcessor]") -> None:
+        super().__init__(resource=resource, shutdown_on_exit=False)
+        self._counted = tuple(processors)
+        for processor in processors:
+            self.add_span_processor(processor)
+
+    def counts(self) -> list[SpanCounts]:
+        """One for each exporter."""
+        return [processor.counts for processor in self._counted]
+
+
 class DirectProcessor(SpanProcessor):
     """Hands spans to an exporter on the thread that ends them, so that none can be lost between the two.
 
@@ -120,8 +147,12 @@ class DirectProcessor(SpanProcessor):
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
+        self._exporter = _CountingExporter(exporter)
         self._spans: list[ReadableSpan] = []
+
+    @property
+    def counts(self) -> SpanCounts:
+        return self._exporter.counts(dropped=0)
 
     def on_end(self, span: ReadableSpan) -> None:
         if not span.context.trace_flags.sampled:
@@ -147,21 +178,32 @@ class CountingBatchProcessor(BatchSpanProcessor):
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._counting = _CountingExporter(exporter)
-        self._num_ended = 0
-        size = None if OTEL_BSP_MAX_QUEUE_SIZE in os.environ else SPAN_QUEUE_SIZE
-        super().__init__(self._counting, max_queue_size=size)
+        self._num_ended = self._num_dropped = 0
+        own = OTEL_BSP_MAX_QUEUE_SIZE not in os.environ
+        self._room = SPAN_QUEUE_SIZE if own else self._default_max_queue_size()  # type: ignore[no-untyped-call]
+        super().__init__(self._counting, max_queue_size=self._room)
+
+    @property
+    def counts(self) -> SpanCounts:
+        return self._counting.counts(self._num_dropped)
 
     @property
     def undelivered(self) -> int:
         """Spans that no export has delivered: dropped, refused, or still waiting."""
-        return self._num_ended - self._counting.num_delivered
+        return self._num_ended - self._counting.num_exported
 
     def on_end(self, span: ReadableSpan) -> None:
-        self._num_ended += span.context.trace_flags.sampled
+        if span.context.trace_flags.sampled:
+            self._num_ended += 1
+            # The SDK drops the oldest where the queue is full, and says so to its log alone. A batch that it has just taken
+            # out counts as waiting for some microseconds, so this may be a few spans early, never many.
+            waiting = self._num_ended - self._num_dropped - self._counting.num_taken
+            self._num_dropped += waiting > self._room
         super().on_end(span)
 
     def shutdown(self) -> None:
         super().shutdown()  # type: ignore[no-untyped-call]  # so the SDK has it
+        self._room, self._num_dropped = 0, max(self._num_dropped, self._num_ended - self._counting.num_taken)
         if self.undelivered:
             logger.warning("tracing: %d of %d spans were not delivered", self.undelivered, self._num_ended)
 
@@ -169,12 +211,21 @@ class CountingBatchProcessor(BatchSpanProcessor):
 class _CountingExporter(SpanExporter):
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
-        self.num_delivered = 0
+        self.num_taken = self.num_exported = self.num_failed = 0
+
+    def counts(self, dropped: int) -> SpanCounts:
+        return SpanCounts(type(self._exporter).__name__, self.num_exported, self.num_failed, dropped)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
-        if result is SpanExportResult.SUCCESS:
-            self.num_delivered += len(spans)
+        self.num_taken += len(spans)
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            if result is SpanExportResult.SUCCESS:
+                self.num_exported += len(spans)
+            else:
+                self.num_failed += len(spans)
         return result
 
     def shutdown(self) -> None:
