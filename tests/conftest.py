@@ -27,12 +27,13 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture(autouse=True)
-def _same_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test begins with one thread (its subprocesses too) and the same generator, and leaves tracing off.
+def _same_start(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every test begins with one thread (its subprocesses too), the same generator, and nothing tuned; tracing is left off.
 
     Toy matrices are too small for more threads: on a busy machine, waiting for each other makes them ten times slower.
     """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TIERCEL_TUNE_DIR", str(tmp_path_factory.getbasetemp() / "nothing-tuned"))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield

@@ -1,7 +1,5 @@
 """The machine's description and limits."""
 
-from pathlib import Path
-
 import pytest
 
 from tiercel.bench import hardware
@@ -46,14 +44,6 @@ def test_every_format_can_be_measured(kind: Format, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(roofline, "TRIES", 1)
     monkeypatch.setattr(roofline, "RESIDENT_ROWS", 32)
     assert roofline.matrix_throughput(kind, 8, 1) > 0
-
-
-def test_the_processor_is_named_from_the_kernels_file(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    core = "processor\t: {}\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: Some CPU @ 2 GHz\nstepping\t: 1\nflags\t\t: fpu vme\n"
-    file.write_text(core.format(0) + "\n" + core.format(1).replace("Some", "Other"))
-    assert hardware.cpu_model(file) == "Some CPU @ 2 GHz (family 25, model 17, stepping 1)"
-    assert hardware.cpu_model(tmp_path / "none") != ""
 
 
 def test_the_description_names_what_a_reader_needs() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from tiercel.device.processor import cpu_model
 from tiercel.native.library import code_path, library
 
-CPUINFO, MEMINFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+MEMINFO = Path("/proc/meminfo")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -31,19 +32,6 @@ def describe() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Of this side: Tiercel, PyTorch, Python."""
     return {"tiercel": version("tiercel"), "torch": torch.__version__, "python": platform.python_version()}
-
-
-def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """The processor's name, family and model as the kernel has them; elsewhere what Python knows."""
-    if not cpuinfo.is_file():
-        return platform.processor() or platform.machine()
-    fields = dict(re.findall(r"^([^\t:]+)\s*: (.*)$", cpuinfo.read_text().split("\n\n")[0], re.M))
-    name = fields.get("model name", platform.machine())
-    numbers = [f"{key} {fields[field]}" for key, field in _NUMBERS if field in fields]
-    return f"{name} ({', '.join(numbers)})" if numbers else name
-
-
-_NUMBERS = (("family", "cpu family"), ("model", "model"), ("stepping", "stepping"))
 
 
 def last_level_cache_bytes() -> int | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiercel.core.depths import DepthTable
 from tiercel.core.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -84,9 +85,13 @@ class SpecConfig:
         ngram_tokens: drafts per round at most from prompt lookup, and never more than tokens agreed. None stands for 7.
         max_verify_rows: rows that one verify may hold, a request's last token and its drafts being its rows: with many requests
             at once each gets fewer drafts, down to none. None sets no limit on a GPU, and one on a CPU where more rows cost more
-            than drafts bring.
+            than drafts bring. With ``depths`` in force it limits prompt lookup alone.
         exact_kv: recompute the draft KV rows that were computed from unverified drafts. False leaves them
             stale, as SGLang does for most models; it exists to measure the difference.
+        depths: MTP layers and prompt lookup by number of requests at once. None takes what ``tiercel tune`` measured for this
+            machine, model and draft, and where there is none, or ``num_steps`` or ``max_verify_rows`` is given, the rule of
+            ``max_verify_rows``.
+        tuned: False leaves what ``tiercel tune`` measured out of it.
 
     Raises:
         UserError: a value is outside its range or contradicts another.
@@ -99,6 +104,8 @@ class SpecConfig:
     max_verify_rows: int | None = None
     ngram_match: int | None = None
     ngram_tokens: int | None = None
+    depths: DepthTable | None = None
+    tuned: bool = True
 
     def __post_init__(self) -> None:
         one_of("spec method", self.method, SPEC_METHODS)
@@ -109,7 +116,7 @@ class SpecConfig:
         for name, minimum in (("ngram_match", 0), ("ngram_tokens", 1)):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), minimum)
-        unused = {"none": ("num_steps", "ngram_match", "ngram_tokens"), "ngram": ("num_steps",)}
+        unused = {"none": ("num_steps", "ngram_match", "ngram_tokens", "depths"), "ngram": ("num_steps", "depths")}
         for name in unused.get(self.method, ()):
             if getattr(self, name):
                 raise UserError(f"{name}={getattr(self, name)} contradicts method {self.method!r}: drop one of the two")

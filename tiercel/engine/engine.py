@@ -77,7 +77,7 @@ class Engine:
         target = target or load_target(config, spec)
         kv = KvCacheManager(config.kv_tokens, config.page_size)
         runner = TargetRunner(target.model, kv, target.placement)
-        worker = make_worker(WorkerContext(target.checkpoint, runner, spec))
+        worker = make_worker(WorkerContext(target.checkpoint, runner, config, spec))
         model_name = Path(config.model).name if "/" in config.model else config.model
         self._setup(config, target.checkpoint, worker, model_name, trace, exporters)
 

@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tiercel.core.config import DEFAULT_MODEL, EngineConfig, SpecConfig, TraceConfig
+from tiercel.core.depths import DepthTable
 from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import Engine, LoadedTarget
@@ -43,6 +44,11 @@ class LLM:
         config = engine or EngineConfig(model=model or DEFAULT_MODEL)
         self.engine = Engine(config, spec or SpecConfig(), trace or TraceConfig(), target)
         self._count = 0
+
+    @property
+    def depths(self) -> DepthTable | None:
+        """How much is drafted at which load, and where that comes from; None where no MTP layers draft."""
+        return self.engine.worker.depths
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -144,7 +150,7 @@ class LLM:
             while self.engine.has_work:
                 for output in self.engine.step():
                     request_id = output.request.request_id
-                    yield from _events(output, decoders[request_id], texts[request_id])
+                    yield from _events(output, decoders[request_id], texts[request_id], self.depths)
         finally:
             for request_id in added:
                 self.engine.abort(request_id)
@@ -170,17 +176,19 @@ def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -
     return sampling
 
 
-def _events(output: StepOutput, decoder: StreamDecoder, pieces: list[str]) -> Iterator[TokenEvent]:
+def _events(
+    output: StepOutput, decoder: StreamDecoder, pieces: list[str], depths: DepthTable | None
+) -> Iterator[TokenEvent]:
     request_id = output.request.request_id
     for token_id, source in zip(output.token_ids, output.sources, strict=True):
         pieces.append(decoder.push(token_id))
         yield TokenEvent(request_id, token_id, source, pieces[-1])
     if output.record is not None:
         pieces.append(decoder.finish())
-        yield TokenEvent(request_id, None, None, pieces[-1], _result(output, "".join(pieces)))
+        yield TokenEvent(request_id, None, None, pieces[-1], _result(output, "".join(pieces), depths))
 
 
-def _result(output: StepOutput, text: str) -> RequestOutput:
+def _result(output: StepOutput, text: str, depths: DepthTable | None) -> RequestOutput:
     req, record = output.request, output.record
     assert record is not None
     return RequestOutput(
@@ -190,4 +198,5 @@ def _result(output: StepOutput, text: str) -> RequestOutput:
         sources=list(req.output_sources),
         finish_reason=record.finish_reason,
         record=record,
+        depths=depths,
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+from tiercel.core.depths import DepthTable
 from tiercel.core.errors import UserError
 from tiercel.core.request import Request
 from tiercel.observability.records import RequestRecord
@@ -32,7 +33,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request: its text, its tokens and where they came from, and its record."""
+    """A finished request: its text, its tokens and where they came from, its record, and the depths in force."""
 
     request_id: str
     text: str
@@ -40,6 +41,7 @@ class RequestOutput:
     sources: list[int]
     finish_reason: str
     record: RequestRecord
+    depths: DepthTable | None = None
 
     def checked(self) -> Self:
         """Itself, for callers that have no use for a broken answer.
@@ -82,6 +84,7 @@ class RequestOutput:
             "error": self.record.error,
             "token_sources": self.sources,
             "speculative_decoding": self.record.spec,
+            "depths": self.depths and {"source": self.depths.source, **self.depths.to_json()},
         }
         return {
             "request_id": self.request_id,

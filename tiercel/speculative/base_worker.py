@@ -16,6 +16,7 @@ from tiercel.core.batch import (
     StepRecord,
     VerifyOutput,
 )
+from tiercel.core.depths import DepthTable
 from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL, FinishReason, Request
 from tiercel.device.parallel import SINGLE, TensorParallelGroup, draft_tp_context, speculative_moe_backend_context
 from tiercel.device.placement import integers
@@ -58,11 +59,12 @@ class SpecWorker(ABC):
 
     Subclasses name their ``method`` and implement ``draft``, ``draft_extend`` and ``forget``.
     ``forward_batch_generation`` is final: a worker cannot forget the hooks. ``num_steps`` are the drafts per round at most,
-    ``num_layers`` the MTP layers in use.
+    ``num_layers`` the MTP layers in use, ``depths`` how many of them run at which load (None: the method has no such choice).
     """
 
     method: ClassVar[str]
     num_layers: int = 0
+    depths: DepthTable | None = None
 
     def __init__(self, target: TargetRunner, num_steps: int, draft_tp_group: TensorParallelGroup = SINGLE) -> None:
         self.target, self.num_steps, self.draft_tp_group = target, num_steps, draft_tp_group

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tiercel.core.batch import Batch
+from tiercel.core.depths import DepthTable
 from tiercel.core.request import SOURCE_NGRAM, Request
 from tiercel.device.placement import integers
 from tiercel.kvcache.rows import Rows, Segment
@@ -104,8 +105,9 @@ class MultiLayerEagleWorker(SpecWorker):
         lookup: ``SpecConfig.lookup``: tokens that must agree for prompt lookup (0: off), and its drafts per round at most.
         exact_kv: feed provisional rows again.
         max_verify_rows: rows that a verify may hold; with more requests each gets fewer drafts, down to none but those of the
-            longest matches. Layers that are left out go on later from hidden states kept for them, so drafts are the same as if
-            they had run all along.
+            longest matches.
+        depths: layers and prompt lookup by number of requests; None: as many layers as ``max_verify_rows`` has rows for. Layers
+            that are left out go on later from hidden states kept for them, so drafts are the same as if they had run all along.
     """
 
     method: ClassVar[str] = "multi-layer-eagle"
@@ -119,10 +121,12 @@ class MultiLayerEagleWorker(SpecWorker):
         lookup: tuple[int, int] = (0, 0),
         exact_kv: bool = True,
         max_verify_rows: int = sys.maxsize,
+        depths: DepthTable | None = None,
     ) -> None:
         self.match, self.max_lookup = lookup
         super().__init__(target, max(num_layers, self.max_lookup))
         self.model, self.num_layers, self.max_verify_rows = draft, num_layers, max_verify_rows
+        self.depths: DepthTable = depths or DepthTable.of_rows(max_verify_rows, num_layers)
         self.num_refed = num_layers - 1 if exact_kv and num_layers else 0
         self.states: dict[str, DraftState] = {}
         body, placement = draft.description.body, target.placement
@@ -137,22 +141,24 @@ class MultiLayerEagleWorker(SpecWorker):
     def draft(self, batch: Batch) -> VerifyInput:
         """The drafts were made by the last draft extend; a request takes as many as it may still use."""
         chains, layers, born = [], [], []
-        rows = self.depth_limit(len(batch.reqs), self.num_steps)
         for req in batch.reqs:
             depth = req.draft_depth(self.num_steps)
             state = self.states[req.request_id] if depth else None
-            chains.append(self._worthwhile(state, rows)[:depth] if state else [])
+            chains.append(self._worthwhile(state, len(batch.reqs))[:depth] if state else [])
             layers.append(state.sources[: len(chains[-1])] if state else ())
             born.append(state.born_step if state and chains[-1] else None)
         return VerifyInput(chains, layers, born)
 
-    def _worthwhile(self, state: DraftState, rows: int) -> list[int]:
-        is_lookup = SOURCE_NGRAM in state.sources
-        return worth_verifying(state.drafts, self.max_lookup, rows) if is_lookup else state.drafts[:rows]
+    def _worthwhile(self, state: DraftState, num_requests: int) -> list[int]:
+        if SOURCE_NGRAM in state.sources:
+            return self._worthwhile_lookup(state.drafts, num_requests)
+        return state.drafts[: self.depths.at(num_requests).num_steps]
 
-    def depth_limit(self, num_requests: int, most: int) -> int:
-        """Drafts per request, ``most`` at most, that a verify of so many requests may hold."""
-        return min(most, max(0, self.max_verify_rows // max(1, num_requests) - 1))
+    def _worthwhile_lookup(self, found: list[int], num_requests: int) -> list[int]:
+        if not self.depths.at(num_requests).lookup:
+            return []
+        rows = max(0, self.max_verify_rows // max(1, num_requests) - 1)
+        return worth_verifying(found, self.max_lookup, rows)
 
     def draft_extend(self, rows: ComputedRows) -> list[int]:
         # A request that can use no more drafts never will again: its rows are left out.
@@ -165,9 +171,8 @@ class MultiLayerEagleWorker(SpecWorker):
             found = self._look_up(req, state)
             state.propose(found, (SOURCE_NGRAM,) * len(found), self.step - 1)
         waiting = [(req, state) for req, state in alive if not state.drafts]
-        depth = max(
-            (req.draft_depth(self.depth_limit(len(self.states), self.num_layers)) for req, _ in waiting), default=0
-        )
+        num_steps = self.depths.at(len(self.states)).num_steps
+        depth = max((req.draft_depth(num_steps) for req, _ in waiting), default=0)
         if depth == 0:
             return []
         pieces = [DraftRows(req, state, self._first_row(state, depth), req.num_computed) for req, state in waiting]
@@ -183,7 +188,7 @@ class MultiLayerEagleWorker(SpecWorker):
         if state.text is None or not req.output_token_ids:
             return []
         found = state.text.continuation(req.token_ids, req.draft_depth(self.max_lookup))
-        return worth_verifying(found, self.max_lookup, self.depth_limit(len(self.states), self.max_lookup))
+        return self._worthwhile_lookup(found, len(self.states))
 
     def _run(self, pieces: list[DraftRows], depth: int) -> tuple[Tensor, list[int]]:
         """Run ``depth`` layers: drafts ``[depth, requests]`` and when each layer ended."""

@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from tiercel.core.config import SpecConfig
+from tiercel.core.config import EngineConfig, SpecConfig
+from tiercel.core.depths import DepthTable
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.mtp_checkpoint import check_fit, load_draft_model, read_description, resolve_draft
@@ -13,6 +15,7 @@ from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
 from tiercel.speculative.ngram_worker import NgramWorker
 from tiercel.speculative.null_worker import NullWorker
 from tiercel.speculative.target_runner import TargetRunner
+from tiercel.speculative.tuned import read_tuned, tune_folder, tune_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class WorkerContext:
 
     checkpoint: Checkpoint
     target: TargetRunner
+    engine: EngineConfig
     spec: SpecConfig
 
 
@@ -43,6 +47,7 @@ def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
         lookup=context.spec.lookup,
         exact_kv=context.spec.exact_kv,
         max_verify_rows=_max_verify_rows(context),
+        depths=_depths(context, folder, num_steps),
     )
 
 
@@ -54,6 +59,25 @@ def _max_verify_rows(context: WorkerContext) -> int:
     if context.spec.max_verify_rows is not None:
         return context.spec.max_verify_rows
     return CPU_VERIFY_ROWS if context.target.placement.device.type == "cpu" else sys.maxsize
+
+
+def _depths(context: WorkerContext, draft: Path, num_steps: int) -> DepthTable | None:
+    """Depths by load, for a draft folder and K; None: the rule of ``max_verify_rows``."""
+    spec = context.spec
+    found = spec.depths or _tuned(context, draft)
+    if found is None:
+        return None
+    if found.most_steps > num_steps:
+        raise UserError(f"depths use {found.most_steps} MTP layers, but {num_steps} are in use: {found}")
+    return found.with_lookup() if spec.ngram_match else found
+
+
+def _tuned(context: WorkerContext, draft: Path) -> DepthTable | None:
+    spec = context.spec
+    is_free = spec.tuned and spec.num_steps is None and spec.max_verify_rows is None
+    if not is_free or not tune_folder().is_dir():  # a key reads the draft's files: only where it may lead somewhere
+        return None
+    return read_tuned(tune_key(context.checkpoint, context.target, context.engine, draft).path)
 
 
 WORKERS: dict[str, Callable[[WorkerContext], SpecWorker]] = {
