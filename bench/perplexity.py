@@ -25,7 +25,7 @@ BOUND = 1.01
 SETTINGS = {
     "float32 modules": {"enforce_eager": True},
     "16-bit inputs": {"activation_bits": 16},
-    "8-bit inputs": {"activation_bits": 8},
+    "8-bit inputs, float16 KV cache": {"activation_bits": 8},
 }
 
 
@@ -61,7 +61,8 @@ def measure(engine: EngineConfig, texts: list[str], max_tokens: int) -> tuple[fl
     target = load_target(engine, SpecConfig(method="none"))
     shape, cpu = target.model.description, torch.device("cpu")
     storages = [
-        KvStorage(max_tokens, shape.num_kv_heads, shape.head_dim, torch.float32, cpu) for _ in range(shape.num_layers)
+        KvStorage(max_tokens, shape.num_kv_heads, shape.head_dim, target.model.kv_dtype, cpu)
+        for _ in range(shape.num_layers)
     ]
     loss, count, best = 0.0, 0, []
     for text in texts:

@@ -87,6 +87,75 @@ def test_a_target_computes_what_its_modules_do(
         torch.testing.assert_close(mine.values, reference.values, atol=1e-4, rtol=1e-4)
 
 
+LONG_SLOTS = torch.randperm(700, generator=torch.Generator().manual_seed(0)).split([300, *[20] * 20])
+"""One long context and twenty short ones, anywhere in the pool."""
+
+
+def read_long(
+    target: LoadedTarget, kept: list[KvStorage], spans: list[tuple[int, int, int]], generator: torch.Generator
+) -> StepOutput:
+    """One step over (request, start, end)."""
+    rows = Rows([Segment(start, end, LONG_SLOTS[name].contiguous()) for name, start, end in spans], CPU)
+    tokens = torch.randint(259, (rows.num_rows,), generator=generator)
+    return target.model.run(StepInput(rows, tokens, torch.arange(rows.num_rows), True), kept)
+
+
+@pytest.mark.parametrize("name", CODE_PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_long_contexts_and_a_half_precision_cache(
+    toy_target: LoadedTarget, native: LoadedTarget, name: str, dtype: torch.dtype
+) -> None:
+    """Prefill, chunk, verify and decode across the pieces that attention cuts a context into."""
+    before = code_path()
+    try:
+        set_code_path(name)
+    except ValueError:
+        pytest.skip(f"this processor has no {name}")
+    torch.set_num_threads(2)
+    found = []
+    try:
+        for target in (native, toy_target):
+            shape, generator = target.model.description, torch.Generator().manual_seed(1)
+            kept = [KvStorage(700, shape.num_kv_heads, shape.head_dim, dtype, CPU) for _ in range(2)]
+            kept[1].keys.fill_(torch.nan)  # whatever lies in slots that nobody has written stays out
+            spans = [
+                [(0, 0, 63)],
+                [(0, 63, 192), (1, 0, 7)],
+                [(0, 192, 193), (1, 7, 8)],
+                [(0, 193, 197)],
+                [(0, 190, 270)],
+            ]
+            found.append([read_long(target, kept, one, generator) for one in spans])
+            # a value beyond half precision's range is held as its largest
+            kept[0].write(LONG_SLOTS[2][:1], *[torch.full((1, shape.num_kv_heads, shape.head_dim), 1e6)] * 2)
+            assert kept[0].keys.abs().max() == (65504 if dtype is torch.float16 else 1e6)
+    finally:
+        set_code_path(before)
+    assert_same(*found, 1e-5 if dtype is torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_is_the_same_bit_for_bit_however_attention_is_shared_out(
+    native: LoadedTarget, dtype: torch.dtype
+) -> None:
+    shape = native.model.description
+    outputs = []
+    for threads, others, step in ((1, 0, 1), (2, 20, 1), (5, 0, 4), (3, 20, 4)):
+        torch.set_num_threads(threads)
+        kept = [KvStorage(700, shape.num_kv_heads, shape.head_dim, dtype, CPU) for _ in range(2)]
+        prompt = torch.Generator().manual_seed(1)
+        read_long(native, kept, [(0, 0, 200)], prompt)
+        tokens = torch.randint(259, (4,), generator=prompt)
+        mine = []
+        for start in range(0, 4, step):
+            spans = [(0, 200 + start, 200 + start + step), *((i + 1, 0, 3) for i in range(others))]
+            rows = Rows([Segment(a, b, LONG_SLOTS[n].contiguous()) for n, a, b in spans], CPU)
+            ids = torch.cat((tokens[start : start + step], torch.full((rows.num_rows - step,), 9)))
+            mine.append(native.model.run(StepInput(rows, ids, torch.arange(step), True), kept).logits)
+        outputs.append(torch.cat(mine))  # type: ignore[arg-type]
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128])
 @pytest.mark.parametrize("bias", [False, True])
 def test_head_sizes_and_biases(toy_model: Path, tmp_path: Path, head_dim: int, bias: bool) -> None:

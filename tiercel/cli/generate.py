@@ -16,7 +16,7 @@ from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.llm import LLM
 from tiercel.engine.outputs import RequestOutput
-from tiercel.observability.metrics import HOST
+from tiercel.observability.metrics_server import HOST
 
 
 def command(
@@ -43,6 +43,7 @@ def command(
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
     activation_bits: options.ActivationBits = 8,
+    kv_dtype: options.KvDtype = "auto",
     enforce_eager: options.EnforceEager = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -78,6 +79,7 @@ def command(
         device=device,
         quantization=quantization,
         activation_bits=activation_bits,
+        kv_dtype=kv_dtype,
         enforce_eager=enforce_eager,
         num_threads=threads,
         max_batch_size=max_batch_size,

@@ -27,6 +27,7 @@ Quantization = Annotated[
 ActivationBits = Annotated[
     int, typer.Option("--activation-bits", help="8 (fast) or 16 (exact): what quantised matrices read.")
 ]
+KvDtype = Annotated[str, typer.Option("--kv-dtype", help="Of the KV cache: auto, float16 or float32.")]
 EnforceEager = Annotated[
     bool, typer.Option("--enforce-eager", help="PyTorch's modules instead of recorded steps of the CPU library.")
 ]

@@ -27,6 +27,8 @@ class EngineConfig:
             blocks of 32 (CPU library only).
         activation_bits: integers that quantised matrices read their input as, with a scale per 32 values: 8 is fast, 16 is exact
             for practical purposes (float32 results to five digits).
+        kv_dtype: of the KV cache: ``float16``, ``float32``, or ``auto``: float16 where quantised matrices read 8-bit integers,
+            else ``dtype``.
         enforce_eager: run PyTorch's modules one by one instead of recorded steps.
         kv_tokens: KV slots in the pool, shared by all requests; rounded down to whole pages.
         page_size: KV slots per page.
@@ -44,6 +46,7 @@ class EngineConfig:
     device: str = "auto"
     quantization: str = "auto"
     activation_bits: int = 8
+    kv_dtype: str = "auto"
     enforce_eager: bool = False
     kv_tokens: int = 16384
     page_size: int = 16
@@ -57,6 +60,7 @@ class EngineConfig:
         one_of("device", self.device, ("auto", "cpu", "cuda"))
         one_of("quantization", self.quantization, QUANTIZATIONS)
         one_of("activation_bits", self.activation_bits, (8, 16))
+        one_of("kv_dtype", self.kv_dtype, ("auto", "float16", "float32"))
         if self.quantization == "q8_0" and (self.enforce_eager or self.dtype == "bfloat16" or self.device == "cuda"):
             raise UserError(
                 "quantization='q8_0' needs the CPU library's recorded steps, which run in float32 on a CPU: drop "

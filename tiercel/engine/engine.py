@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
 
+import torch
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from tiercel.core.batch import Batch, ForwardMode, GenerationBatchResult
@@ -76,7 +77,8 @@ class Engine:
     ) -> None:
         target = target or load_target(config, spec)
         kv = KvCacheManager(config.kv_tokens, config.page_size)
-        runner = TargetRunner(target.model, kv, target.placement)
+        kv_dtype = target.model.kv_dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+        runner = TargetRunner(target.model, kv, target.placement, kv_dtype)
         worker = make_worker(WorkerContext(target.checkpoint, runner, config, spec))
         model_name = Path(config.model).name if "/" in config.model else config.model
         self._setup(config, target.checkpoint, worker, model_name, trace, exporters)

@@ -96,7 +96,7 @@ class PagedAttention:
         """See ``tiercel.models.layers.Attention``."""
         storage, lay = self.storages[layer], self.lay
         storage.write(lay.write_slots, k, v)
-        keys, values = storage.read(lay.context)  # each [batch, kv_heads, context, head_dim]
+        keys, values = (held.to(q.dtype) for held in storage.read(lay.context))  # [batch, kv_heads, context, head_dim]
         batch, width = lay.shape
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
         queries = q[lay.gather] if lay.is_ragged else q.view(batch, width, heads, head_dim)

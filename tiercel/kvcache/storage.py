@@ -17,13 +17,19 @@ class KvStorage:
         self, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (num_kv_heads, num_slots, head_dim)
+        self.is_half = dtype is torch.float16
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows (``[rows, num_kv_heads, head_dim]``) at ``slots`` (int64 ``[rows]``)."""
-        self.keys.index_copy_(1, slots, keys.transpose(0, 1))
-        self.values.index_copy_(1, slots, values.transpose(0, 1))
+        self.keys.index_copy_(1, slots, self._held(keys))
+        self.values.index_copy_(1, slots, self._held(values))
+
+    def _held(self, rows: Tensor) -> Tensor:
+        # Beyond its range float16 holds its largest number, as the CPU library has it.
+        limit = torch.finfo(self.keys.dtype).max
+        return (rows.clamp(-limit, limit) if self.is_half else rows).to(self.keys.dtype).transpose(0, 1)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at ``slots`` (int64 ``[batch, context]``): each ``[batch, num_kv_heads, context, head_dim]``."""

@@ -55,6 +55,7 @@ class NativeStep:
             pool=storages[0].keys.shape[1],
             keys=keys.data_ptr(),
             values=values.data_ptr(),
+            kv_is_half=storages[0].is_half,
             hidden=hidden.data_ptr(),
             wanted=wanted.shape[0],
             wanted_rows=wanted.data_ptr(),
@@ -114,6 +115,7 @@ class NativeChain:
             segment_rows=rows.firsts.data_ptr(),
             slots=rows.slot_addresses.data_ptr(),
             pool=storages[0][0].keys.shape[1],
+            kv_is_half=storages[0][0].is_half,
             wanted=last.shape[0],
             wanted_rows=last.data_ptr(),
         )
@@ -129,6 +131,8 @@ class NativeTarget(NativeStep):
     ) -> None:
         super().__init__(model)
         self.description, self.embedding, self.head_blocks = description, embedding, head_blocks
+        is_rounded = model.bits == 8 and head_blocks.format.is_quantised
+        self.kv_dtype = torch.float16 if is_rounded else torch.float32
 
 
 def load_native_target(checkpoint: Checkpoint, quantization: str, bits: int) -> NativeTarget:

@@ -63,6 +63,11 @@ class Target(StepModel, Protocol):
     @property
     def description(self) -> ModelDescription: ...
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What suits it for keys and values."""
+        ...
+
 
 class DraftChain(Protocol):
     """MTP layers that run one after the other in one call, each proposing greedily what the next one reads."""
@@ -114,6 +119,7 @@ class EagerTarget:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.description = decoder, decoder.description
+        self.kv_dtype = decoder.norm.weight.dtype
 
     @torch.inference_mode()
     def run(self, step: StepInput, storages: list[KvStorage]) -> StepOutput:

@@ -42,6 +42,7 @@ class Step(Structure):
         ("pool", c_int64),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("kv_is_half", c_int32),
         ("hidden", c_void_p),
         ("wanted", c_int64),
         ("wanted_rows", c_void_p),

@@ -131,7 +131,7 @@ class MultiLayerEagleWorker(SpecWorker):
         self.states: dict[str, DraftState] = {}
         body, placement = draft.description.body, target.placement
         self.storages = [
-            [KvStorage(self.kv.num_slots_total, body.num_kv_heads, body.head_dim, placement.dtype, placement.device)]
+            [KvStorage(self.kv.num_slots_total, body.num_kv_heads, body.head_dim, target.kv_dtype, placement.device)]
             for _ in range(num_layers)
         ]
 
@@ -222,8 +222,11 @@ class MultiLayerEagleWorker(SpecWorker):
         return torch.stack(drafts), ends
 
     def _first_row(self, state: DraftState, depth: int) -> int:
-        """Where the first ``depth`` layers have to go on: at their oldest end, less the rows that are fed again."""
-        return max(state.hidden.start, min(state.ends[:depth]) - self.num_refed)
+        """Where the first ``depth`` layers have to go on: at their oldest end, less the rows that are fed again.
+
+        Layer i's last i rows are provisional, so the deepest of those that run says how many.
+        """
+        return max(state.hidden.start, min(state.ends[:depth]) - min(self.num_refed, depth - 1))
 
     def _receive(self, req: Request, start: int, hidden: Tensor) -> DraftState:
         state = self.states.get(req.request_id)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from tiercel.core.request import Request
@@ -29,11 +30,11 @@ class LogitsOutput:
 class TargetRunner:
     """The target with its KV storage, one forward at a time."""
 
-    def __init__(self, model: Target, kv: KvCacheManager, placement: Placement) -> None:
-        self.model, self.kv, self.placement = model, kv, placement
+    def __init__(self, model: Target, kv: KvCacheManager, placement: Placement, kv_dtype: torch.dtype) -> None:
+        self.model, self.kv, self.placement, self.kv_dtype = model, kv, placement, kv_dtype
         shape = model.description
         self.storages = [
-            KvStorage(kv.num_slots_total, shape.num_kv_heads, shape.head_dim, placement.dtype, placement.device)
+            KvStorage(kv.num_slots_total, shape.num_kv_heads, shape.head_dim, kv_dtype, placement.device)
             for _ in range(shape.num_layers)
         ]
         self.noise = GumbelNoise(shape.vocab_size)

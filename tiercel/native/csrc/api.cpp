@@ -1,5 +1,6 @@
 // Packing, dequantisation, and the C interface.
 #include <algorithm>
+#include <cmath>
 #include <chrono>
 #include <cstring>
 #include <mutex>
@@ -116,6 +117,20 @@ float half_to_float(uint16_t bits) {
     wide = sign | (exponent == 31 ? 0x7F800000u : (exponent + 112) << 23) | fraction << 13;
     std::memcpy(&out, &wide, sizeof out);
     return out;
+}
+
+// To nearest, ties to even; beyond the range the largest number, NaN stays NaN.
+uint16_t float_to_half(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+    const float size = std::fabs(x);
+    if (size != size) return static_cast<uint16_t>(sign | 0x7E00u);
+    if (size >= 65504.0f) return static_cast<uint16_t>(sign | 0x7BFFu);
+    if (size < 6.103515625e-5f)  // subnormal: a multiple of 2^-24
+        return static_cast<uint16_t>(sign | static_cast<uint16_t>(std::nearbyintf(size * 16777216.0f)));
+    const uint32_t wide = (bits & 0x7FFFFFFFu) - (112u << 23), odd = wide >> 13 & 1;
+    return static_cast<uint16_t>(sign | (wide + 0xFFFu + odd) >> 13);
 }
 
 void dequantise_row(const tc_matrix &m, int64_t row, float *out) {

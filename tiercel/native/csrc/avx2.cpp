@@ -44,12 +44,17 @@ struct V {
     static Float all(float x) { return _mm256_set1_ps(x); }
     static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
     static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
-    static float sum(Float x) {
-        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-        const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-        return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    // Lane i: the sum of x[i].
+    static Float sums(const Float *x) {
+        const Float low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+        const Float high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+        return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
     }
     static void store(float *p, Float x) { _mm256_storeu_ps(p, x); }
+    static void store_half(uint16_t *p, Float x) {  // min and max give their second operand where one is NaN
+        const Float kept = _mm256_max_ps(all(-65504.0f), _mm256_min_ps(all(65504.0f), x));
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph(kept, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
 };
 }  // namespace
 

@@ -44,8 +44,28 @@ struct V {
     static Float all(float x) { return _mm512_set1_ps(x); }
     static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
     static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
-    static float sum(Float x) { return _mm512_reduce_add_ps(x); }
+    // Lane i: the sum of x[i]. Neighbours meet in pairs, fours, then across the quarters of the vectors.
+    static Float sums(const Float *x) {
+        Float fours[4];
+        for (int i = 0; i < 4; i++) {
+            const Float a = pairs(x[4 * i], x[4 * i + 1]), b = pairs(x[4 * i + 2], x[4 * i + 3]);
+            const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+            const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+            fours[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+        }
+        const Float first = quarters<0x88>(fours[0], fours[1]), second = quarters<0x88>(fours[2], fours[3]);
+        const Float third = quarters<0xDD>(fours[0], fours[1]), fourth = quarters<0xDD>(fours[2], fours[3]);
+        const Float left = _mm512_add_ps(first, third), right = _mm512_add_ps(second, fourth);
+        return _mm512_add_ps(quarters<0x88>(left, right), quarters<0xDD>(left, right));
+    }
+    static Float pairs(Float a, Float b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+    template <int WHICH>
+    static Float quarters(Float a, Float b) { return _mm512_shuffle_f32x4(a, b, WHICH); }
     static void store(float *p, Float x) { _mm512_storeu_ps(p, x); }
+    static void store_half(uint16_t *p, Float x) {  // min and max give their second operand where one is NaN
+        const Float kept = _mm512_max_ps(all(-65504.0f), _mm512_min_ps(all(65504.0f), x));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(kept, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
 };
 }  // namespace
 

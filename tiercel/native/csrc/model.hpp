@@ -78,9 +78,16 @@ struct Activations {
     }
 };
 
+// Groups of rows that look at the context together, pieces of the longest context, and whether every piece is a unit of work.
+struct AttentionPlan {
+    int64_t groups, pieces;
+    bool is_split;
+};
+
 struct Workspace {
     Activations in;
-    AlignedArray<float> qkv, attended, gate_up, cosines, sines, scores, joined, best_values;
+    AlignedArray<float> qkv, attended, gate_up, cosines, sines, partials, pieces, joined, best_values;
+    AttentionPlan attention;
     AlignedArray<int64_t> best_ids;
 };
 
@@ -104,3 +111,4 @@ extern const CodePath avx512vnni_path, avx2_path, portable_path;
 
 void dequantise_row(const tc_matrix &, int64_t row, float *out);
 float half_to_float(uint16_t bits);
+uint16_t float_to_half(float x);

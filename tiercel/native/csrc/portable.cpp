@@ -75,12 +75,17 @@ struct V {
     static Float all(float x) { return each([&](int) { return x; }); }
     static Float mul(Float a, Float b) { return each([&](int i) { return a.lane[i] * b.lane[i]; }); }
     static Float fma(Float a, Float b, Float c) { return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; }); }
-    static float sum(Float x) {
-        float total = 0;
-        for (int i = 0; i < N; i++) total += x.lane[i];
-        return total;
+    static Float sums(const Float *x) {
+        return each([&](int i) {
+            float total = 0;
+            for (const float lane : x[i].lane) total += lane;
+            return total;
+        });
     }
     static void store(float *p, Float x) { std::memcpy(p, x.lane, sizeof x.lane); }
+    static void store_half(uint16_t *p, Float x) {
+        for (int i = 0; i < N; i++) p[i] = float_to_half(x.lane[i]);
+    }
 };
 }  // namespace
 

@@ -42,7 +42,8 @@ typedef struct {
     const int64_t *segment_rows;                // [segments + 1]: first row of each segment, then rows
     const int64_t *const *slots;                // [segments]: KV slot of every position of that request
     int64_t pool;                               // KV slots in all
-    float *const *keys, *const *values;         // [layers]: each [kv_heads, pool, head_dim]
+    void *const *keys, *const *values;          // [layers]: each [kv_heads, pool, head_dim], float32 or fp16
+    int32_t kv_is_half;                         // which of the two
     float *hidden;                              // out [rows, hidden], before the final norm
     int64_t wanted;
     const int64_t *wanted_rows;                 // [wanted]: rows whose next token is asked for
@@ -54,7 +55,7 @@ typedef struct {
 typedef struct {
     int64_t depth;
     tc_model *const *layers;                    // [depth]
-    float *const *keys, *const *values;         // [depth]: each [kv_heads, pool, head_dim]
+    void *const *keys, *const *values;          // [depth]: each [kv_heads, pool, head_dim]
     int32_t is_chained;                         // layer i > 0 reads the output of layer i - 1, else the target's hidden states
     int64_t *token_ids;                         // [rows]: x[t] of every row; shifted from layer to layer
     const int64_t *known;                       // [depth, wanted]: the token that layer i reads in a request's last row, or -1
