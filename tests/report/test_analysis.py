@@ -159,7 +159,27 @@ def test_runs_are_laid_one_after_another(tmp_path: Path) -> None:
         pytest.approx((0.03, 0.04)),
     ]
     assert report.totals.requests == 2
-    assert all(one.before == [] for one in report.worst_rounds)  # whose "a" it was cannot be told
+    assert all(len(one.before) == 1 for one in report.worst_rounds)  # each "a" is found in its own folder
+
+
+def test_whose_round_it_was_cannot_be_told_where_runs_in_one_folder_share_ids(tmp_path: Path) -> None:
+    for _ in range(2):
+        made = HandMade(tmp_path)
+        made.extend("a", 5, ms=10)
+        made.decode([("a", 1, 1, 2)], verify=10)
+        made.finish("a")
+        made.close()
+    assert all(one.before == [] for one in make_report([tmp_path]).worst_rounds)
+
+
+def test_plain_decoding_beside_speculation_is_no_worst_request(tmp_path: Path) -> None:
+    made = HandMade(tmp_path)
+    for name, proposed in (("plain", 0), ("drafted", 2)):
+        made.extend(name, 5)
+        for _ in range(5):
+            made.decode([(name, proposed, proposed // 2, proposed // 2 + 1)], verify=5)
+        made.finish(name)
+    assert [one.request_id for one in make_report([made.close()]).worst_requests] == ["drafted", "plain"]
 
 
 def test_files_and_folders_give_the_same(run: Path) -> None:
@@ -173,6 +193,18 @@ def test_one_kind_alone_says_what_is_missing(run: Path) -> None:
     steps_only = make_report([run / "rounds.jsonl"])
     assert any("no request records" in note for note in steps_only.notes)
     assert steps_only.totals.unfinished == 1
+
+
+def test_other_runs_teach_the_cost_model_alone(run: Path, tmp_path: Path) -> None:
+    plain = HandMade(tmp_path / "plain", method="none")
+    plain.extend("p", 5)
+    for _ in range(30):
+        plain.decode([("p", 0, 0, 1)], verify=6, other=1)
+    plain.finish("p")
+    alone, helped = make_report([run]), make_report([run], costs_from=[plain.close()])
+    assert asdict(helped) | {"costs": None} == asdict(alone) | {"costs": None}
+    step = helped.costs.batches[0].depths[0]
+    assert (step.measured_steps, step.measured_round_ms) == (30, pytest.approx(7))
 
 
 def test_lost_steps_failures_and_mixtures_are_noted(run: Path, tmp_path: Path) -> None:

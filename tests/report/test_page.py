@@ -150,8 +150,13 @@ def test_every_class_has_a_style_and_both_themes_have_every_colour(tmp_path: Pat
     assert set(re.findall(r"var\((--[a-z0-9-]+)\)", css)) - names == {"--look"}
 
 
+def drawing(chart: str) -> ElementTree.Element:
+    """A chart with its legend, under one root."""
+    return ElementTree.fromstring(f"<figure>{chart}</figure>")
+
+
 def test_bars_are_as_high_as_their_values() -> None:
-    picture = ElementTree.fromstring(bars(["x", "y"], [Series("s", "a", [0.25, None])], wording.percent, "t", top=1.0))
+    picture = drawing(bars(["x", "y"], [Series("s", "a", [0.25, None])], wording.percent, "t", top=1.0))
     first, second = picture.iter("rect")
     grid = [float(path.attrib["d"].split()[1].partition("H")[0]) for path in picture.iter("path")]
     assert float(first.attrib["height"]) == pytest.approx(0.25 * (grid[0] - grid[-1]))
@@ -160,7 +165,7 @@ def test_bars_are_as_high_as_their_values() -> None:
 
 
 def test_a_line_breaks_where_nothing_was_counted_and_one_place_is_a_dot() -> None:
-    picture = ElementTree.fromstring(line([0, 1, 2, 3], [Series("s", "a", [1, None, 2, 3])], wording.number, "s", "t"))
+    picture = drawing(line([0, 1, 2, 3], [Series("s", "a", [1, None, 2, 3])], wording.number, "s", "t"))
     assert [len(p.attrib["points"].split()) for p in picture.iter("polyline")] == [1, 2]
-    alone = ElementTree.fromstring(line([5], [Series("s", "a", [1])], wording.number, "s", "t"))
+    alone = drawing(line([5], [Series("s", "a", [1])], wording.number, "s", "t"))
     assert len(list(alone.iter("circle"))) == 1

@@ -23,6 +23,12 @@ def command(
     model: Annotated[
         str | None, typer.Option("--model", help="Model whose tokenizer shows tokens; default: the recorded one.")
     ] = None,
+    costs_from: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--costs-from", help="Records of the same model at other depths, or plain: for the cost model alone."
+        ),
+    ] = None,
     skip_truncated: Annotated[
         bool, typer.Option("--skip-truncated", help="Leave out a last line that a crash has cut off.")
     ] = False,
@@ -31,7 +37,7 @@ def command(
     """Show acceptance, times, the worst rounds, and whether speculation pays, from records."""
     for file, option in ((html, "--html"), (json_file, "--json"), (picture, "--picture")):
         check_writable(file, option)
-    report = make_report(paths, model, skip_truncated)
+    report = make_report(paths, model, skip_truncated, costs_from or [])
     tables = report_tables(report)
     console = Console(highlight=False)
     for part in tables:

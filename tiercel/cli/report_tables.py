@@ -28,7 +28,7 @@ def report_tables(report: Report) -> list[RenderableType]:
 
 
 def _totals(report: Report) -> Table:
-    table = _table("totals", ["", "value", ""], left=3)
+    table = _table("totals", ["", "", ""], left=3)
     for name, value, detail in wording.tiles(report.totals):
         table.add_row(name, Text(value, "bold"), Text(detail, "dim"))
     return table

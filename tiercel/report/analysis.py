@@ -24,7 +24,7 @@ from tiercel.report.figures import (
     WorstRound,
     source_name,
 )
-from tiercel.report.gather import DecodeStep, Gathered, RoundFacts, gather, token_ms
+from tiercel.report.gather import DecodeStep, Gathered, Name, RoundFacts, gather, token_ms
 from tiercel.report.tokens import TokenTexts
 
 MAX_SLICES = 30
@@ -34,23 +34,27 @@ MAX_ANSWER_TOKENS, NUM_BEFORE = 400, 12
 """Tokens shown of a worst request, and in front of a worst round."""
 
 
-def make_report(paths: Sequence[Path], model: str | None = None, skip_truncated: bool = False) -> Report:
+def make_report(
+    paths: Sequence[Path], model: str | None = None, skip_truncated: bool = False, costs_from: Sequence[Path] = ()
+) -> Report:
     """The report on record folders and files.
 
     Args:
         paths: see ``gather``.
         model: whose tokenizer shows the tokens; None takes the models that the records name.
         skip_truncated: see ``gather``.
+        costs_from: further records, of which only the cost model learns: plain decoding and other depths.
 
     Raises:
         UserError: a path holds no records, a line is broken, or ``model`` cannot be opened.
     """
-    found, texts = gather(paths, skip_truncated), TokenTexts(model)
+    found, beside = gather(paths, skip_truncated), gather(costs_from, skip_truncated)
+    texts = TokenTexts(model)
     worst_requests = [_worst_request(record, texts) for record in found.worst_requests.items()]
-    worst_rounds = [_worst_round(found, record, part, texts) for record, part in found.worst_rounds.items()]
+    worst_rounds = [_worst_round(found, name, record, part, texts) for name, record, part in found.worst_rounds.items()]
     return Report(
         sources=found.sources,
-        notes=[*found.notes, *_notes(found), *texts.notes],
+        notes=[*found.notes, *beside.notes, *_notes(found), *texts.notes],
         totals=_totals(found),
         positions=_positions(found.counts),
         drafters=_drafters(found),
@@ -61,7 +65,7 @@ def make_report(paths: Sequence[Path], model: str | None = None, skip_truncated:
         emitted_histogram=[int(n) for n in np.bincount([r.emitted for r in found.rounds] or [0])][1:],
         worst_requests=worst_requests,
         worst_rounds=worst_rounds,
-        costs=cost_report(found.steps, _layer_acceptance(found.rounds)),
+        costs=cost_report([*found.steps, *beside.steps], _layer_acceptance(found.rounds)),
     )
 
 
@@ -70,7 +74,7 @@ def _notes(found: Gathered) -> Iterable[str]:
         yield "no request records: totals of requests and the worst requests are missing"
     if not found.steps:
         yield "no decode step: figures of rounds are missing"
-    recorded = sum(count for name, count in found.rounds_by_id.items() if name in found.records_by_id)
+    recorded = sum(count for name, count in found.rounds_by_name.items() if name in found.records_by_name)
     if found.steps and found.claimed_rounds != recorded:
         yield (
             f"finished requests count {found.claimed_rounds} rounds, the step records hold {recorded} of theirs: some were "
@@ -80,7 +84,7 @@ def _notes(found: Gathered) -> Iterable[str]:
         yield f"{count} requests failed: {error}"
     if len(found.models) > 1 or len(found.methods) > 1:
         several = ", ".join([*sorted(found.models), *sorted(found.methods)])
-        yield f"several models or methods are put together here ({several}): costs are theirs on average"
+        yield f"runs of several models or methods are put together here ({several}): all figures are theirs on average"
     if "host-synchronized" in found.clocks:
         yield "stage times were read on the host's clock after waiting for the device"
 
@@ -93,7 +97,7 @@ def _totals(found: Gathered) -> Totals:
         methods=sorted(found.methods),
         clocks=sorted(found.clocks),
         requests=len(found.requests),
-        unfinished=len(found.rounds_by_id.keys() - found.records_by_id.keys()),
+        unfinished=len(found.rounds_by_name.keys() - found.records_by_name.keys()),
         finish_reasons=dict(sorted(found.finish_reasons.items())),
         preemptions=found.tokens["preemptions"],
         prompt_tokens=found.tokens["prompt"],
@@ -247,9 +251,9 @@ def _worst_request(record: RequestRecord, texts: TokenTexts) -> WorstRequest:
     )
 
 
-def _worst_round(found: Gathered, step: StepRecord, part: RequestRound, texts: TokenTexts) -> WorstRound:
+def _worst_round(found: Gathered, name: Name, step: StepRecord, part: RequestRound, texts: TokenTexts) -> WorstRound:
     wall_ms = (step.end_ns - step.start_ns) / 1e6
-    owner, model = _owner(found, part), next(iter(found.models)) if len(found.models) == 1 else ""
+    owner, model = _owner(found, name), next(iter(found.models)) if len(found.models) == 1 else ""
     before: list[Token] = []
     if owner is not None:
         model, end = owner.model, part.context_len - owner.prompt_tokens
@@ -289,10 +293,9 @@ def _worst_round(found: Gathered, step: StepRecord, part: RequestRound, texts: T
     )
 
 
-def _owner(found: Gathered, part: RequestRound) -> RequestRecord | None:
-    """The request of a round; None where it has no record, or several runs used its id."""
-    is_unique = found.records_by_id[part.request_id] == 1
-    return found.records_of_worst_rounds.get(part.request_id) if is_unique else None
+def _owner(found: Gathered, name: Name) -> RequestRecord | None:
+    """The request of a round; None where it has no record, or several runs in one folder used its id."""
+    return found.records_of_worst_rounds.get(name) if found.records_by_name[name] == 1 else None
 
 
 def _texts(texts: TokenTexts, model: str, ids: Sequence[int], before: Sequence[int]) -> list[str | None]:

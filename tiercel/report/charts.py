@@ -153,7 +153,7 @@ def _text(x: float, y: float, text: str, look: str) -> Markup:
 
 
 def _legend(series: Sequence[Series]) -> Markup:
-    return legend([(one.name, one.look) for one in series]) if len(series) > 1 else Markup("")
+    return legend([(one.name, one.look) for one in series])
 
 
 def _svg(parts: Sequence[Markup], about: str, height: float = HEIGHT) -> Markup:

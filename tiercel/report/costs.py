@@ -26,8 +26,8 @@ from statistics import median
 from tiercel.report.figures import BatchCosts, Costs, Depth, VerifyPoint
 from tiercel.report.gather import DecodeStep
 
-MIN_STEPS = 3
-"""A median of fewer steps is rough."""
+MIN_STEPS, MIN_MEASURED = 3, 20
+"""A median of fewer steps is rough; a speed of fewer is not shown as measured."""
 MIN_SHARE, MAX_BATCHES = 0.02, 6
 """Batch sizes that took less of the decode time are left out, and so are those beyond the most used ones."""
 
@@ -117,12 +117,12 @@ def cost_report(steps: Sequence[DecodeStep], acceptance: Sequence[float]) -> Cos
 
 def _reason(steps: Sequence[DecodeStep], acceptance: Sequence[float]) -> str:
     if not acceptance:
-        return "no MTP layer drafted in these records: record a run with --spec multi-layer-eagle beside them"
+        return "no MTP layer drafted in these records: record a run with --spec multi-layer-eagle"
     rows = sorted({step.rows for step in steps})
     if len(rows) == 1:
         return (
-            f"every verify had {rows[0]} rows, which does not tell what a plain step costs: record a run with another "
-            "--num-steps, or with --spec none, and give both folders"
+            f"every verify had {rows[0]} rows, which does not tell what a plain step costs: record a run with --spec none, or "
+            "with another --num-steps, and name it with --costs-from"
         )
     return "the MTP layers were not timed, or no batch size has both drafts and enough steps: record a longer run"
 
@@ -166,7 +166,7 @@ def _depth(
     n: int, depth: int, round_ms: float, plain_ms: float, length: float, is_rough: bool, steps: Sequence[DecodeStep]
 ) -> Depth:
     measured_ms = sum(s.wall_ms for s in steps)
-    is_measured = len(steps) >= MIN_STEPS
+    is_measured = len(steps) >= MIN_MEASURED
     return Depth(
         num_steps=depth,
         round_ms=round_ms,

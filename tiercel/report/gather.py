@@ -19,6 +19,8 @@ MIN_ROUNDS = 4
 """A request of fewer rounds says too little about its drafts to be called one of the worst."""
 
 Item = TypeVar("Item")
+Name = tuple[Path, str]
+"""A request by folder and id: runs in different folders use the same ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,12 @@ class Gathered:
     models: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    rounds_by_id: Counter[str] = field(default_factory=Counter)
-    records_by_id: Counter[str] = field(default_factory=Counter)
+    rounds_by_name: Counter[Name] = field(default_factory=Counter)
+    records_by_name: Counter[Name] = field(default_factory=Counter)
     claimed_rounds: int = 0
     worst_requests: Worst[RequestRecord] = field(default_factory=lambda: Worst(NUM_WORST))
-    worst_rounds: Worst[tuple[StepRecord, RequestRound]] = field(default_factory=lambda: Worst(NUM_WORST))
-    records_of_worst_rounds: dict[str, RequestRecord] = field(default_factory=dict)
+    worst_rounds: Worst[tuple[Name, StepRecord, RequestRound]] = field(default_factory=lambda: Worst(NUM_WORST))
+    records_of_worst_rounds: dict[Name, RequestRecord] = field(default_factory=dict)
 
 
 def gather(paths: Sequence[Path], skip_truncated: bool = False) -> Gathered:
@@ -139,10 +141,10 @@ def _walk_steps(found: Gathered, files: list[Path], on_truncated: OnTruncated | 
             if last is None or record.step <= last.step or record.start_ns < last.end_ns:  # another run begins
                 offset_ns = (last.end_ns + offset_ns if last else 0) - record.start_ns
             last = record
-            _take_step(found, record, (record.end_ns + offset_ns) / 1e9)
+            _take_step(found, record, file.parent, (record.end_ns + offset_ns) / 1e9)
 
 
-def _take_step(found: Gathered, record: StepRecord, end_s: float) -> None:
+def _take_step(found: Gathered, record: StepRecord, folder: Path, end_s: float) -> None:
     found.clocks[record.clock] += 1
     found.methods[record.method] += 1
     wall_ms = (record.end_ns - record.start_ns) / 1e6
@@ -164,10 +166,11 @@ def _take_step(found: Gathered, record: StepRecord, end_s: float) -> None:
         )
     )
     for part in record.rounds:
+        found.rounds_by_name[folder, part.request_id] += 1
         _take_round(found, record, part)
     if record.rounds:  # of a step's rounds one stands for all
         worst = min(record.rounds, key=lambda part: part.num_emitted_tokens)
-        found.worst_rounds.offer((wall_ms / worst.num_emitted_tokens,), (record, worst))
+        found.worst_rounds.offer((wall_ms / worst.num_emitted_tokens,), ((folder, worst.request_id), record, worst))
 
 
 def _common_depth(rounds: Sequence[RequestRound]) -> int | None:
@@ -184,7 +187,6 @@ def _take_round(found: Gathered, record: StepRecord, part: RequestRound) -> None
         raise UserError(f"step {record.step}, request {part.request_id}: {error}; the records are damaged") from error
     source = part.draft_layers[0] if part.draft_layers else None
     found.rounds.append(RoundFacts(len(found.steps) - 1, part.context_len, proposed, correct, emitted, source))
-    found.rounds_by_id[part.request_id] += 1
     for position, layer in enumerate(part.draft_layers):
         drafter = found.drafters.setdefault(layer, Counter())
         drafter["proposed"] += 1
@@ -193,12 +195,14 @@ def _take_round(found: Gathered, record: StepRecord, part: RequestRound) -> None
 
 
 def _walk_requests(found: Gathered, files: list[Path], on_truncated: OnTruncated | None) -> None:
-    wanted = {part.request_id for _, part in found.worst_rounds.items()}
+    wanted = {name for name, _, _ in found.worst_rounds.items()}
     for file in files:
         for record in read_requests(file, on_truncated):
+            name = (file.parent, record.request_id)
+            found.records_by_name[name] += 1
+            if name in wanted:
+                found.records_of_worst_rounds[name] = record
             _take_request(found, record)
-            if record.request_id in wanted:
-                found.records_of_worst_rounds[record.request_id] = record
 
 
 def token_ms(record: RequestRecord) -> float | None:
@@ -212,18 +216,20 @@ def _take_request(found: Gathered, record: RequestRecord) -> None:
     found.requests.append(RequestFacts(record.time_to_first_token_ms, token_ms(record), record.e2e_ms))
     found.models[record.model] += 1
     found.finish_reasons[record.finish_reason] += 1
-    found.records_by_id[record.request_id] += 1
     found.tokens["prompt"] += record.prompt_tokens
     found.tokens["completion"] += record.completion_tokens
     found.tokens["preemptions"] += record.num_preemptions
     if record.error:
         found.errors[record.error] += 1
     try:
-        rounds, emitted = record.spec["num_spec_steps"], record.spec["num_emitted_tokens"]
+        rounds, proposed, emitted = (
+            record.spec[f"num_{what}"] for what in ("spec_steps", "draft_tokens", "emitted_tokens")
+        )
     except KeyError as error:
         raise UserError(
             f"request {record.request_id}: its record's spec lacks {error}; the records are damaged"
         ) from error
     found.claimed_rounds += rounds
     if rounds >= MIN_ROUNDS:
-        found.worst_requests.offer((-emitted / rounds, token_ms(record) or 0.0), record)
+        # Plain decoding recorded beside speculation is no bad speculation.
+        found.worst_requests.offer((proposed > 0, -emitted / rounds, token_ms(record) or 0.0), record)

@@ -56,7 +56,7 @@ def _charts(report: Report) -> dict[str, Markup]:
     if report.over_time:
         places = [(part.first + part.last) / 2 for part in report.over_time]
         found["acceptance_over_time"] = line(places, _lengths(report.over_time), _two, "s", "acceptance over time")
-        speed = Series("tokens per second", "c", [part.tok_s for part in report.over_time])
+        speed = Series("tokens per second, all requests together", "c", [part.tok_s for part in report.over_time])
         found["speed_over_time"] = line(places, [speed], wording.number, "s", "speed over time")
     if report.by_context:
         labels = [wording.context(part) for part in report.by_context]
@@ -75,7 +75,9 @@ def _charts(report: Report) -> dict[str, Markup]:
     if report.emitted_histogram:
         labels = [str(count + 1) for count in range(len(report.emitted_histogram))]
         shares = [count / report.totals.rounds for count in report.emitted_histogram]
-        found["emitted"] = bars(labels, [Series("rounds", "a", shares)], wording.percent, "rounds by emitted tokens")
+        found["emitted"] = bars(
+            labels, [Series("share of rounds", "a", shares)], wording.percent, "rounds by emitted tokens"
+        )
     for batch in report.costs.batches:
         found[f"speed at {batch.num_requests}"] = _speed(batch)
     return found

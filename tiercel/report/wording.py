@@ -19,7 +19,8 @@ ABOUT = {
     "costs": "A round costs its verify (by rows), its draft extend (by layers) and the rest, fitted from these records; "
     "acceptance by position is what MTP layers reached in them. A plain step is a verify of one row per request. "
     "Break-even: the acceptance at which a depth is as fast as plain decoding. ~ marks what rests on few steps or none.",
-    "worst_requests": "Fewest tokens per round, of requests with at least four rounds. Colours say where a token came from.",
+    "worst_requests": "Fewest tokens per round, of requests with at least four rounds; those that drafted come first. Colours "
+    "say where a token came from.",
     "worst_rounds": "Most time per emitted token; one round of a step. Struck-out drafts were rejected; in front of them stands "
     "what the answer ended with.",
 }
