@@ -40,8 +40,7 @@ def open_llm(target: LoadedTarget, draft: Path, config: EngineConfig | None = No
 
 
 def key_of(target: LoadedTarget, draft: Path, config: EngineConfig | None = None) -> TuneKey:
-    worker = open_llm(target, draft, config, tuned=False).engine.worker
-    return tune_key(target.checkpoint, worker.target, config or EngineConfig(), draft)
+    return tune_key(target.checkpoint, target.model, target.placement, config or EngineConfig(), draft)
 
 
 def proposed(llm: LLM, requests: int) -> set[int]:

@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiercel.bench.samples import BenchPrompt
 from tiercel.bench.turns import TiercelContender
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
+from tiercel.core.depths import Depth, DepthTable
+from tiercel.core.errors import UserError
 from tiercel.engine.engine import LoadedTarget, load_target
 from tiercel.engine.llm import LLM
+from tiercel.models.mtp_checkpoint import resolve_draft
+from tiercel.speculative.tuned import TuneKey, read_tuned, tune_key
 
-PLAIN = "plain"
+PLAIN, BY_RULE, TUNED = "plain", "K by rule", "tuned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +32,53 @@ class Bench:
     target: LoadedTarget
 
     def open(self, stack: ExitStack, num_steps: int | None, trace: TraceConfig | None = None) -> LLM:
-        """An engine, plain for ``num_steps`` 0, closed with ``stack``; None takes every MTP layer of the draft."""
-        spec = SpecConfig(method="none") if num_steps == 0 else SpecConfig(draft=self.draft, num_steps=num_steps)
+        """An engine closed with ``stack``: plain for ``num_steps`` 0, else so many drafts at every load.
+
+        None takes every MTP layer of the draft as far as the rule of ``max_verify_rows`` lets it. What ``tiercel tune`` has
+        measured here counts for neither: results are to be compared with those of other machines.
+        """
+        if num_steps == 0:
+            return self.open_with(stack, SpecConfig(method="none"), trace)
+        depths = None if num_steps is None else DepthTable.fixed(num_steps)
+        spec = SpecConfig(draft=self.draft, num_steps=num_steps, depths=depths, tuned=False)
+        return self.open_with(stack, spec, trace)
+
+    def open_with(self, stack: ExitStack, spec: SpecConfig, trace: TraceConfig | None = None) -> LLM:
+        """An engine with these settings, closed with ``stack``."""
         return stack.enter_context(LLM(engine=self.engine, spec=spec, trace=trace, target=self.target))
 
     def contenders(self, stack: ExitStack, depths: Sequence[int | None]) -> list[TiercelContender]:
         """Plain decoding, then multi-layer EAGLE at each depth, named by it."""
-        plain = TiercelContender(PLAIN, self.open(stack, 0))
-        drafting = [self.open(stack, depth) for depth in depths]
-        return [plain, *(TiercelContender(depth_name(llm.engine.worker.num_layers), llm) for llm in drafting)]
+        return [TiercelContender(_name(depth), self.open(stack, depth)) for depth in (0, *depths)]
+
+    def with_room(self, prompts: Sequence[BenchPrompt], max_tokens: int) -> "Bench":
+        """The same with KV slots for every request at once, so that none has to wait for another's."""
+        engine = self.engine
+        longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
+        whole_pages = -(-longest // engine.page_size) * engine.page_size
+        kv_tokens = max(engine.kv_tokens, whole_pages * engine.max_batch_size)
+        return replace(self, engine=replace(engine, kv_tokens=kv_tokens))
+
+    def tuned(self, stack: ExitStack) -> TiercelContender:
+        """The engine as ``tiercel tune`` has set it.
+
+        Raises:
+            UserError: nothing was tuned for this machine, model and draft.
+        """
+        table = read_tuned(self.tune_key().path)
+        if table is None:
+            raise UserError("nothing is tuned for this model, draft and machine: run `tiercel tune` first")
+        return TiercelContender(TUNED, self.open_with(stack, SpecConfig(draft=self.draft, depths=table)))
+
+    def tune_key(self) -> TuneKey:
+        """What depths measured here hold for."""
+        target = self.target
+        folder = resolve_draft(self.draft, target.checkpoint)
+        return tune_key(target.checkpoint, target.model, target.placement, self.engine, folder)
 
 
-def depth_name(num_steps: int) -> str:
-    """The contender that drafts ``num_steps`` tokens."""
-    return f"K={num_steps}"
+def _name(num_steps: int | None) -> str:
+    return BY_RULE if num_steps is None else Depth(None, num_steps, lookup=False).drafter
 
 
 def open_bench(engine: EngineConfig, draft: str, depths: Sequence[int | None]) -> Bench:

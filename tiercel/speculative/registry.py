@@ -77,7 +77,8 @@ def _tuned(context: WorkerContext, draft: Path) -> DepthTable | None:
     is_free = spec.tuned and spec.num_steps is None and spec.max_verify_rows is None
     if not is_free or not tune_folder().is_dir():  # a key reads the draft's files: only where it may lead somewhere
         return None
-    return read_tuned(tune_key(context.checkpoint, context.target, context.engine, draft).path)
+    target = context.target
+    return read_tuned(tune_key(context.checkpoint, target.model, target.placement, context.engine, draft).path)
 
 
 WORKERS: dict[str, Callable[[WorkerContext], SpecWorker]] = {

@@ -12,9 +12,10 @@ import torch
 from tiercel.core.config import EngineConfig
 from tiercel.core.depths import DepthTable
 from tiercel.core.errors import UserError
+from tiercel.device.placement import Placement
 from tiercel.device.processor import processor
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.speculative.target_runner import TargetRunner
+from tiercel.models.step import Target
 
 FOLDER_VARIABLE = "TIERCEL_TUNE_DIR"
 WEIGHT_FILES = (".safetensors", ".gguf")
@@ -65,17 +66,19 @@ class TuneKey:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def tune_key(checkpoint: Checkpoint, target: TargetRunner, engine: EngineConfig, draft: Path) -> TuneKey:
+def tune_key(
+    checkpoint: Checkpoint, target: Target, placement: Placement, engine: EngineConfig, draft: Path
+) -> TuneKey:
     """The key of what runs here: ``target`` with the draft in folder ``draft``."""
     return TuneKey(
         target=checkpoint.fingerprint,
         weights_bytes=_weights_bytes(checkpoint.path),
         draft=_draft_hash(draft),
-        dtype=str(target.placement.dtype).removeprefix("torch."),
+        dtype=str(placement.dtype).removeprefix("torch."),
         quantization=engine.quantization,
         activation_bits=engine.activation_bits,
-        recorded=target.can_run_graph,
-        processor=processor(target.placement.device),
+        recorded=target.is_graph,
+        processor=processor(placement.device),
         threads=torch.get_num_threads(),
     )
 
