@@ -71,7 +71,7 @@ def make_report(
 
 def _notes(found: Gathered) -> Iterable[str]:
     if not found.requests:
-        yield "no request records: totals of requests and the worst requests are missing"
+        yield "no request records: totals of requests and the worst requests are missing, tokens are shown as ids"
     if not found.steps:
         yield "no decode step: figures of rounds are missing"
     recorded = sum(count for name, count in found.rounds_by_name.items() if name in found.records_by_name)
