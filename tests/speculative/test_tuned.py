@@ -108,6 +108,7 @@ def test_the_key_tells_apart_what_changes_speed_or_acceptance(
         key_of(toy_modules, toy_draft),
         key_of(toy_native, toy_draft, EngineConfig(activation_bits=16)),
         key_of(toy_native, toy_draft, EngineConfig(quantization="none")),
+        key_of(toy_native, toy_draft, EngineConfig(kv_dtype="float32")),
         dataclasses.replace(same, processor="another"),
         dataclasses.replace(same, weights_bytes=1),
     ]

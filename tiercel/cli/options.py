@@ -16,7 +16,7 @@ NumSteps = Annotated[
 NgramMatch = Annotated[
     int | None,
     typer.Option(
-        "--ngram-match", help="Prompt lookup: drafts where so many tokens occurred before; 0: off; default: 3."
+        "--ngram-match", help="Prompt lookup: drafts where so many tokens occurred before; 0: off; default: 2."
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Completion tokens at most.")]

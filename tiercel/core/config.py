@@ -10,7 +10,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "q8_0")
 SPEC_METHODS = ("none", "multi-layer-eagle", "ngram")
 TRACE_LEVELS = (0, 1, 2, 3)
-NGRAM_MATCH, NGRAM_TOKENS = 3, 7
+NGRAM_MATCH, NGRAM_TOKENS = 2, 7
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -85,7 +85,7 @@ class SpecConfig:
         num_steps: MTP layers in use (K), each of which drafts one token per round. None takes every one that the draft holds.
             0 decodes plainly under the speculative worker.
         ngram_match: prompt lookup: where so many tokens at the end of a request's text occurred in it before, the draft is
-            what followed then, in place of the MTP layers'. 0 turns it off; None stands for 3, and for 0 where nothing drafts.
+            what followed then, in place of the MTP layers'. 0 turns it off; None stands for 2, and for 0 where nothing drafts.
         ngram_tokens: drafts per round at most from prompt lookup, and never more than tokens agreed. None stands for 7.
         max_verify_rows: rows that one verify may hold, a request's last token and its drafts being its rows: with many requests
             at once each gets fewer drafts, down to none. None sets no limit on a GPU, and one on a CPU where more rows cost more

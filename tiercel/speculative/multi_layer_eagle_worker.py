@@ -26,7 +26,7 @@ from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import DraftModel, StepInput
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
-from tiercel.speculative.ngram import NgramIndex, worth_verifying
+from tiercel.speculative.ngram import NOTHING, Continuation, NgramIndex
 from tiercel.speculative.sampling import RowSampling, choose, needs_logits
 from tiercel.speculative.target_runner import TargetRunner
 
@@ -65,7 +65,7 @@ class DraftState:
 
     ``ends[i]`` rows have been read by layer i; ``hidden`` holds what some layer has to read still, or again.
     ``drafts`` are the proposals made by engine step ``born_step``, on the host, and ``sources[j]`` is the layer that draft j came
-    from, or ``SOURCE_NGRAM``.
+    from, or ``SOURCE_NGRAM``. ``is_certain`` says that a lookup found them where much of the text agrees.
     """
 
     hidden: KeptHidden
@@ -74,10 +74,11 @@ class DraftState:
     drafts: list[int] = field(default_factory=list)
     sources: tuple[int, ...] = ()
     born_step: int = -1
+    is_certain: bool = False
 
-    def propose(self, drafts: list[int], sources: Iterable[int], born_step: int) -> None:
+    def propose(self, drafts: list[int], sources: Iterable[int], born_step: int, *, is_certain: bool = False) -> None:
         """Keep what the next round is to verify."""
-        self.drafts, self.sources, self.born_step = drafts, tuple(sources), born_step
+        self.drafts, self.sources, self.born_step, self.is_certain = drafts, tuple(sources), born_step, is_certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class MultiLayerEagleWorker(SpecWorker):
         lookup: ``SpecConfig.lookup``: tokens that must agree for prompt lookup (0: off), and its drafts per round at most.
         exact_kv: feed provisional rows again.
         max_verify_rows: rows that a verify may hold; with more requests each gets fewer drafts, down to none but those of the
-            longest matches.
+            long matches.
         depths: layers and prompt lookup by number of requests; None: as many layers as ``max_verify_rows`` has rows for. Layers
             that are left out go on later from hidden states kept for them, so drafts are the same as if they had run all along.
     """
@@ -151,14 +152,13 @@ class MultiLayerEagleWorker(SpecWorker):
 
     def _worthwhile(self, state: DraftState, num_requests: int) -> list[int]:
         if SOURCE_NGRAM in state.sources:
-            return self._worthwhile_lookup(state.drafts, num_requests)
+            return self._worthwhile_lookup(Continuation(state.drafts, state.is_certain), num_requests)
         return state.drafts[: self.depths.at(num_requests).num_steps]
 
-    def _worthwhile_lookup(self, found: list[int], num_requests: int) -> list[int]:
+    def _worthwhile_lookup(self, found: Continuation, num_requests: int) -> list[int]:
         if not self.depths.at(num_requests).lookup:
             return []
-        rows = max(0, self.max_verify_rows // max(1, num_requests) - 1)
-        return worth_verifying(found, self.max_lookup, rows)
+        return found.worth_verifying(max(0, self.max_verify_rows // max(1, num_requests) - 1))
 
     def draft_extend(self, rows: ComputedRows) -> list[int]:
         # A request that can use no more drafts never will again: its rows are left out.
@@ -169,7 +169,8 @@ class MultiLayerEagleWorker(SpecWorker):
         ]
         for req, state in alive:
             found = self._look_up(req, state)
-            state.propose(found, (SOURCE_NGRAM,) * len(found), self.step - 1)
+            looked_up = self._worthwhile_lookup(found, len(self.states))
+            state.propose(looked_up, (SOURCE_NGRAM,) * len(looked_up), self.step - 1, is_certain=found.is_certain)
         waiting = [(req, state) for req, state in alive if not state.drafts]
         num_steps = self.depths.at(len(self.states)).num_steps
         depth = max((req.draft_depth(num_steps) for req, _ in waiting), default=0)
@@ -184,11 +185,10 @@ class MultiLayerEagleWorker(SpecWorker):
             state.hidden.forget_before(self._first_row(state, self.num_layers))
         return ends
 
-    def _look_up(self, req: Request, state: DraftState) -> list[int]:
+    def _look_up(self, req: Request, state: DraftState) -> Continuation:
         if state.text is None or not req.output_token_ids:
-            return []
-        found = state.text.continuation(req.token_ids, req.draft_depth(self.max_lookup))
-        return self._worthwhile_lookup(found, len(self.states))
+            return NOTHING
+        return state.text.continuation(req.token_ids, req.draft_depth(self.max_lookup))
 
     def _run(self, pieces: list[DraftRows], depth: int) -> tuple[Tensor, list[int]]:
         """Run ``depth`` layers: drafts ``[depth, requests]`` and when each layer ended."""

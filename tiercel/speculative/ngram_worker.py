@@ -5,7 +5,7 @@ from typing import ClassVar
 from tiercel.core.batch import Batch
 from tiercel.core.request import SOURCE_NGRAM
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
-from tiercel.speculative.ngram import NgramIndex, worth_verifying
+from tiercel.speculative.ngram import NgramIndex
 from tiercel.speculative.target_runner import TargetRunner
 
 
@@ -15,8 +15,8 @@ class NgramWorker(SpecWorker):
     Args:
         target: runs the target.
         lookup: ``SpecConfig.lookup``: tokens that must agree, and drafts per round at most.
-        max_verify_rows: rows that a verify may hold; with more requests each gets fewer drafts, down to none but those of the
-            longest matches.
+        max_verify_rows: rows that a verify may hold; with more requests each gets fewer drafts, down to none but those of
+            long matches.
     """
 
     method: ClassVar[str] = "ngram"
@@ -34,7 +34,7 @@ class NgramWorker(SpecWorker):
         for req in batch.reqs:
             text = self.texts.setdefault(req.request_id, NgramIndex(self.match))
             found = text.continuation(req.token_ids, req.draft_depth(self.num_steps))
-            chains.append(worth_verifying(found, self.num_steps, rows))
+            chains.append(found.worth_verifying(rows))
         return VerifyInput(chains, [(SOURCE_NGRAM,) * len(chain) for chain in chains], [None] * len(chains))
 
     def draft_extend(self, rows: ComputedRows) -> list[int]:
