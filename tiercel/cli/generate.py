@@ -55,6 +55,9 @@ def command(
     max_verify_rows: Annotated[
         int | None, typer.Option(help="Rows one verify may hold; with many requests each then drafts less.")
     ] = None,
+    tuned: Annotated[
+        bool, typer.Option("--tuned/--no-tuned", help="Draft as `tiercel tune` measured here, if it did.")
+    ] = True,
     exact_kv: Annotated[
         bool, typer.Option("--exact-kv/--stale-kv", help="Recompute draft KV made from wrong drafts.")
     ] = True,
@@ -86,7 +89,9 @@ def command(
         kv_tokens=kv_tokens,
         max_prefill_tokens=max_prefill_tokens,
     )
-    speculation = SpecConfig(spec, draft, num_steps, exact_kv, max_verify_rows, ngram_match, ngram_tokens)
+    speculation = SpecConfig(
+        spec, draft, num_steps, exact_kv, max_verify_rows, ngram_match, ngram_tokens, tuned=tuned
+    )
     trace = TraceConfig(
         enable_trace=enable_trace,
         trace_level=trace_level,
@@ -103,6 +108,8 @@ def command(
     with LLM(spec=speculation, engine=engine, trace=trace) as llm:
         if metrics := llm.engine.pipeline.metrics:
             typer.echo(f"metrics: http://{HOST}:{metrics.port}/metrics", err=True)
+        if llm.depths and isinstance(llm.depths.source, Path):
+            typer.echo(f"drafting as tuned: {llm.depths} ({llm.depths.source})", err=True)
         show = _print_json if as_json else (_print_stream if prompt is not None else _print_texts)
         show(llm, rows, sampling, chat=not raw)
 

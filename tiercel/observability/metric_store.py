@@ -11,7 +11,7 @@ from threading import Lock
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from tiercel.observability.metric_table import FAMILIES, Family, Kind
@@ -20,8 +20,6 @@ Labels = tuple[str, ...]
 """Label values, in the order of ``Family.labels``."""
 Reading = tuple[Family, Labels, float]
 """A number that somebody else keeps, read when it is asked for."""
-
-PREFERRED_TYPE = "text/plain"
 
 
 class _Histogram:
@@ -126,14 +124,12 @@ class MetricStore(Collector):
             simple.add_metric((*before, *labels), value)
         return simple
 
-    def exposition(self, accept: str = PREFERRED_TYPE) -> tuple[bytes, str]:
-        """What ``/metrics`` answers.
+    def exposition(self) -> tuple[bytes, str]:
+        """What ``/metrics`` answers, whatever the scraper prefers: Prometheus' text format, which all of them read.
 
-        Args:
-            accept: the ``Accept`` header of the request; the classic text format, or OpenMetrics where it is asked for.
+        ``prometheus_client`` 0.26 writes OpenMetrics with ``_`` in place of the ``:`` of sample names (client_python#1177).
 
         Returns:
             The body, and its content type.
         """
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4

@@ -9,17 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prometheus_client import start_http_server
-
 from tiercel.core.batch import ForwardMode, RequestRound, StepRecord
-from tiercel.core.errors import UserError
 from tiercel.observability import metric_table as table
 from tiercel.observability.metric_store import MetricStore, Reading
+from tiercel.observability.metrics_server import MetricsServer
 from tiercel.observability.records import RequestRecord
 from tiercel.observability.req_time_stats import ReqTimeStats
-
-HOST = "127.0.0.1"
-"""Metrics are shown to this machine alone."""
 
 
 class Load(NamedTuple):
@@ -180,29 +175,3 @@ class MetricsSink:
         generated = counted.has_first_token + counted.emitted
         self.store.add(table.GENERATION_TOKENS, record.completion_tokens - generated)
         self.store.add(table.PROMPT_TOKENS, 0 if counted.has_first_token else record.prompt_tokens)
-
-
-class MetricsServer:
-    """``/metrics`` on this machine, on a thread of its own.
-
-    Raises:
-        UserError: the port cannot be used.
-    """
-
-    def __init__(self, store: MetricStore, port: int) -> None:
-        try:
-            self._server, self._thread = start_http_server(port, HOST, store.registry)
-        except OSError as error:
-            raise UserError(
-                f"metrics cannot be shown on {HOST}:{port} ({error.strerror}): choose another port, or 0 for a free one"
-            ) from error
-
-    @property
-    def port(self) -> int:
-        return self._server.server_port
-
-    def close(self) -> None:
-        """Stop listening; takes half a second at most."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
