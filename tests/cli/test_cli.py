@@ -49,7 +49,9 @@ def test_generate_json_one_object_per_prompt(toy_model: Path, toy_draft: Path, p
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["request_id"] for row in rows] == ["1", "81", "x"]
     assert {row["usage"]["completion_tokens"] for row in rows} == {8}
-    assert rows[0]["metrics"]["speculative_decoding"]["num_spec_tokens"] == 7  # prompt lookup may draft more than the layers
+    assert (
+        rows[0]["metrics"]["speculative_decoding"]["num_spec_tokens"] == 7
+    )  # prompt lookup may draft more than the layers
     json.loads((tmp_path / "t.json").read_text())
     assert len((tmp_path / "r" / "requests.jsonl").read_text().splitlines()) == 3
     assert (tmp_path / "o.jsonl").stat().st_size > 0
