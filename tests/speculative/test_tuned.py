@@ -20,7 +20,7 @@ from tiercel.engine.llm import LLM
 from tiercel.speculative.tuned import TuneKey, read_tuned, tune_folder, tune_key, write_tuned
 
 SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
-ONE = DepthTable("test", (Depth(1, 1), Depth(2, 0, False)))
+TWO = DepthTable("test", (Depth(1, 2), Depth(2, 0, False)))
 
 
 @pytest.fixture(autouse=True)
@@ -50,31 +50,30 @@ def proposed(llm: LLM, requests: int) -> set[int]:
 
 
 def test_an_engine_picks_up_what_was_tuned_for_it(target: LoadedTarget, toy_draft: Path) -> None:
-    before = open_llm(target, toy_draft, ngram_match=0)
-    assert proposed(before, 1) == {3}
-    path = write_tuned(key_of(target, toy_draft), ONE, {"note": "by hand"})
+    usual = open_llm(target, toy_draft, ngram_match=0)
+    assert proposed(usual, 1) != {2}
+    path = write_tuned(key_of(target, toy_draft), TWO, {"note": "by hand"})
     llm = open_llm(target, toy_draft, ngram_match=0)
     assert llm.depths is not None
-    assert str(path) in llm.depths.source
-    assert llm.depths.depths == ONE.depths
-    assert proposed(llm, 1) == {1}
+    assert llm.depths.source == path
+    assert llm.depths.depths == TWO.depths
+    assert proposed(llm, 1) == {2}
     assert proposed(llm, 2) == {0}
     plain = LLM(engine=EngineConfig(), spec=SpecConfig(method="none"), target=target)
     prompts = [[5, 9, 1], [8] * 9]
     texts = [[o.token_ids for o in one.generate(prompts, SAMPLING)] for one in (llm, plain)]
     assert texts[0] == texts[1]
     assert plain.depths is None
+    assert open_llm(target, toy_draft, ngram_match=0, tuned=False).depths == usual.depths
 
 
-@pytest.mark.parametrize(
-    "wish", [{"num_steps": 3}, {"max_verify_rows": 8}, {"tuned": False}, {"depths": DepthTable.fixed(3)}]
-)
+@pytest.mark.parametrize("wish", [{"num_steps": 3}, {"max_verify_rows": 8}, {"depths": DepthTable.fixed(3)}])
 def test_what_the_user_says_wins(target: LoadedTarget, toy_draft: Path, wish: dict[str, Any]) -> None:
-    write_tuned(key_of(target, toy_draft), ONE, {})
+    write_tuned(key_of(target, toy_draft), TWO, {})
     llm = open_llm(target, toy_draft, ngram_match=0, **wish)
     assert proposed(llm, 1) == {3}
     assert llm.depths is not None
-    assert "tune" not in llm.depths.source
+    assert not isinstance(llm.depths.source, Path)
 
 
 def test_prompt_lookup_is_left_out_where_the_table_says_so_unless_it_is_asked_for(
@@ -124,10 +123,10 @@ def test_no_file_is_nothing_tuned_and_a_file_is_read_as_it_was_written(
 ) -> None:
     key = key_of(toy_native, toy_draft)
     assert read_tuned(key.path) is None
-    path = write_tuned(key, ONE, {"runs": 3})
+    path = write_tuned(key, TWO, {"runs": 3})
     found = read_tuned(path)
     assert found is not None
-    assert found.depths == ONE.depths
+    assert found.depths == TWO.depths
     content = json.loads(path.read_text())
     assert content["key"] == key.to_json()
     assert content["measured"] == {"runs": 3}
@@ -136,7 +135,7 @@ def test_no_file_is_nothing_tuned_and_a_file_is_read_as_it_was_written(
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": "tiercel-depths-0", "depths": []}', "\udcff"])
 def test_a_broken_file_is_an_error_that_names_the_remedy(toy_native: LoadedTarget, toy_draft: Path, text: str) -> None:
-    path = write_tuned(key_of(toy_native, toy_draft), ONE, {})
+    path = write_tuned(key_of(toy_native, toy_draft), TWO, {})
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(UserError) as caught:
         open_llm(toy_native, toy_draft)
@@ -156,7 +155,7 @@ def test_a_folder_that_cannot_be_written_is_named(
 ) -> None:
     monkeypatch.setenv("TIERCEL_TUNE_DIR", "/dev/null/tune")
     with pytest.raises(UserError, match="TIERCEL_TUNE_DIR"):
-        write_tuned(key_of(toy_native, toy_draft), ONE, {})
+        write_tuned(key_of(toy_native, toy_draft), TWO, {})
 
 
 def test_the_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,8 @@ class Bench:
     def open(self, stack: ExitStack, num_steps: int | None, trace: TraceConfig | None = None) -> LLM:
         """An engine closed with ``stack``: plain for ``num_steps`` 0, else so many drafts at every load.
 
-        None takes every MTP layer of the draft as far as the rule of ``max_verify_rows`` lets it. What ``tiercel tune`` has
-        measured here counts for neither: results are to be compared with those of other machines.
+        None drafts as engines do where nothing is tuned. What ``tiercel tune`` has measured here never counts: results are to be
+        compared with those of other machines.
         """
         if num_steps == 0:
             return self.open_with(stack, SpecConfig(method="none"), trace)

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from tiercel.bench.engines import PLAIN
 from tiercel.bench.samples import Answer, BenchPrompt, Spread, check_answer
@@ -26,11 +26,32 @@ class GroupContender(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Rounds:
+    """Rounds of requests, each counted once per request in it: how many, the tokens they emitted, the milliseconds they took."""
+
+    count: int
+    emitted: int
+    ms: float
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> Self | None:
+        """Those of our own engine's answers; None where somebody keeps no counts."""
+        specs = [answer.spec for answer in answers if answer.spec is not None]
+        if len(specs) < len(answers):
+            return None
+        return cls(
+            count=sum(spec["num_spec_steps"] for spec in specs),
+            emitted=sum(spec["num_emitted_tokens"] for spec in specs),
+            ms=sum(ms for spec in specs for ms in spec["stage_time_ms"].values()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSample:
     """One group of requests that were handed over together.
 
     ``wall_ms`` runs from the hand-over to the last token of the last request; ``decode_tok_s`` is the mean over requests of each
-    one's own speed after its first token.
+    one's own speed after its first token; ``rounds`` is there where the contender counts them.
     """
 
     contender: str
@@ -40,6 +61,7 @@ class GroupSample:
     wall_ms: float
     first_token_ms: float
     decode_tok_s: float
+    rounds: Rounds | None = None
 
     @property
     def total_tok_s(self) -> float:
@@ -53,24 +75,29 @@ def run_groups(
     max_tokens: int,
     runs: int,
     report: Report = lambda _: None,
+    *,
+    every_prompt: bool = False,
 ) -> list[GroupSample]:
     """Contenders in turns, at every concurrency, ``runs`` times; one group each of the largest size is not counted (warm-up).
 
-    Run r starts at prompt r, so that few requests do not always ask the same.
+    Run r starts at prompt r, so that few requests do not always ask the same; with ``every_prompt`` it takes as many groups as
+    it needs to ask every prompt.
 
     Raises:
         UserError: a request failed or ended early.
     """
     for contender in contenders:
         report(f"warming up {contender.name}")
-        _group(contender, prompts, max(concurrencies), max_tokens, 0)
+        _group(contender, _chosen(prompts, 0, max(concurrencies)), max_tokens, 0)
     samples = []
     for run in range(runs):
         for concurrency in concurrencies:
-            for contender in contenders:
-                report(f"run {run + 1} of {runs}, {concurrency} requests: {contender.name}")
-                time.sleep(SETTLE_S)
-                samples.append(_group(contender, prompts, concurrency, max_tokens, run))
+            for start in range(run, run + (len(prompts) if every_prompt else 1), concurrency):
+                chosen = _chosen(prompts, start, concurrency)
+                for contender in contenders:
+                    report(f"run {run + 1} of {runs}, {concurrency} requests: {contender.name}")
+                    time.sleep(SETTLE_S)
+                    samples.append(_group(contender, chosen, max_tokens, run))
     return samples
 
 
@@ -94,21 +121,23 @@ def summary(samples: Sequence[GroupSample]) -> list[dict[str, Any]]:
     ]
 
 
-def _group(
-    contender: GroupContender, prompts: Sequence[BenchPrompt], concurrency: int, max_tokens: int, run: int
-) -> GroupSample:
-    chosen = [prompts[(run + i) % len(prompts)] for i in range(concurrency)]
-    answers = contender.answer_together(chosen, max_tokens)
-    for prompt, answer in zip(chosen, answers, strict=True):
+def _chosen(prompts: Sequence[BenchPrompt], start: int, count: int) -> list[BenchPrompt]:
+    return [prompts[(start + i) % len(prompts)] for i in range(count)]
+
+
+def _group(contender: GroupContender, prompts: Sequence[BenchPrompt], max_tokens: int, run: int) -> GroupSample:
+    answers = contender.answer_together(prompts, max_tokens)
+    for prompt, answer in zip(prompts, answers, strict=True):
         check_answer(answer, contender.name, prompt, max_tokens)
     return GroupSample(
         contender=contender.name,
         run=run,
-        concurrency=concurrency,
+        concurrency=len(prompts),
         tokens=sum(len(answer.token_ids) for answer in answers),
         wall_ms=max(answer.total_ms for answer in answers),
         first_token_ms=statistics.fmean(answer.first_token_ms for answer in answers),
         decode_tok_s=statistics.fmean(
             (len(answer.token_ids) - 1) / (answer.total_ms - answer.first_token_ms) * 1e3 for answer in answers
         ),
+        rounds=Rounds.of(answers),
     )

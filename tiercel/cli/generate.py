@@ -89,9 +89,7 @@ def command(
         kv_tokens=kv_tokens,
         max_prefill_tokens=max_prefill_tokens,
     )
-    speculation = SpecConfig(
-        spec, draft, num_steps, exact_kv, max_verify_rows, ngram_match, ngram_tokens, tuned=tuned
-    )
+    speculation = SpecConfig(spec, draft, num_steps, exact_kv, max_verify_rows, ngram_match, ngram_tokens, tuned=tuned)
     trace = TraceConfig(
         enable_trace=enable_trace,
         trace_level=trace_level,

@@ -82,14 +82,16 @@ class SpecConfig:
     Args:
         method: one of ``SPEC_METHODS``; ``none`` is plain decoding.
         draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the shipped draft that was trained for this target.
-        num_steps: MTP layers in use (K), each of which drafts one token per round. None takes every one that the draft holds.
-            0 decodes plainly under the speculative worker.
+        num_steps: MTP layers in use (K), each of which drafts one token per round. None takes every one that the draft holds
+            on a GPU, and on a CPU as many as pay (see ``depths``). 0 decodes plainly under the speculative worker.
         ngram_match: prompt lookup: where so many tokens at the end of a request's text occurred in it before, the draft is
             what followed then, in place of the MTP layers'. 0 turns it off; None stands for 2, and for 0 where nothing drafts.
         ngram_tokens: drafts per round at most from prompt lookup, and never more than tokens agreed. None stands for 7.
         max_verify_rows: rows that one verify may hold, a request's last token and its drafts being its rows: with many requests
             at once each gets fewer drafts, down to none. None sets no limit on a GPU, and one on a CPU where more rows cost more
             than drafts bring. With ``depths`` in force it limits prompt lookup alone.
+        min_confidence: MTP layers draft beyond a request's first draft while the product of their probabilities reaches this, in
+            [0, 1]; 0 always goes to the full depth. None stands for 0 on a GPU, and on a CPU for what pays.
         exact_kv: recompute the draft KV rows that were computed from unverified drafts. False leaves them
             stale, as SGLang does for most models; it exists to measure the difference.
         depths: MTP layers and prompt lookup by number of requests at once. None takes what ``tiercel tune`` measured for this
@@ -108,6 +110,7 @@ class SpecConfig:
     max_verify_rows: int | None = None
     ngram_match: int | None = None
     ngram_tokens: int | None = None
+    min_confidence: float | None = None
     depths: DepthTable | None = None
     tuned: bool = True
 
@@ -120,6 +123,8 @@ class SpecConfig:
         for name, minimum in (("ngram_match", 0), ("ngram_tokens", 1)):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), minimum)
+        if self.min_confidence is not None and not 0 <= self.min_confidence <= 1:
+            raise UserError(f"min_confidence={self.min_confidence} is not allowed: give a number from 0 to 1")
         unused = {"none": ("num_steps", "ngram_match", "ngram_tokens", "depths"), "ngram": ("num_steps", "depths")}
         for name in unused.get(self.method, ()):
             if getattr(self, name):

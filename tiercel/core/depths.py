@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Self
 
 from tiercel.core.errors import UserError
@@ -56,14 +57,14 @@ class DepthTable:
     drafting pays.
 
     Args:
-        source: where it comes from, for people: a rule, or a file.
+        source: where it comes from: the rule, in words, or the file.
         depths: at least one.
 
     Raises:
         UserError: none, or not ascending.
     """
 
-    source: str
+    source: str | Path
     depths: tuple[Depth, ...]
 
     def __post_init__(self) -> None:
@@ -91,8 +92,8 @@ class DepthTable:
         return cls("fixed", (Depth(None, num_steps, lookup),))
 
     @classmethod
-    def from_json(cls, data: object, source: str) -> Self:
-        """What ``to_json`` gave; other fields beside it are passed over.
+    def from_json(cls, data: object, source: str | Path) -> Self:
+        """What ``to_json`` gave, read from ``source``; other fields beside it are passed over.
 
         Raises:
             UserError: not of this format, or a field of it is missing, unknown or wrong; the caller says where.
@@ -105,7 +106,7 @@ class DepthTable:
             raise UserError(f"it lacks or misnames a field ({error})") from error
 
     def to_json(self) -> dict[str, Any]:
-        """``{format, depths: [{requests, num_steps, lookup}, …]}``."""
+        """``{format, depths: [{requests, num_steps, lookup}, …]}``, as files hold it."""
         return {"format": FORMAT, "depths": [asdict(depth) for depth in self.depths]}
 
     def at(self, num_requests: int) -> Depth:
@@ -125,4 +126,4 @@ class DepthTable:
 
     def __str__(self) -> str:
         named = [f"up to {depth.requests}: {depth.drafter}" for depth in self.depths if depth.requests is not None]
-        return ", ".join([*named, f"more: {self.at(sys.maxsize).drafter}"]) + f" ({self.source})"
+        return ", ".join([*named, f"more: {self.at(sys.maxsize).drafter}"])

@@ -84,7 +84,7 @@ class RequestOutput:
             "error": self.record.error,
             "token_sources": self.sources,
             "speculative_decoding": self.record.spec,
-            "depths": self.depths and {"source": self.depths.source, **self.depths.to_json()},
+            "depths": self.depths and {"source": str(self.depths.source), **self.depths.to_json()},
         }
         return {
             "request_id": self.request_id,

@@ -21,7 +21,7 @@ from tiercel.models.decoder import Decoder
 from tiercel.models.description import ModelDescription, MtpDescription
 from tiercel.models.loading import matched, published_tensors
 from tiercel.models.mtp import MtpLayer
-from tiercel.models.step import StepInput, StepOutput
+from tiercel.models.step import DraftTokens, StepInput, StepOutput
 from tiercel.native.library import Chain, Shape, Step
 from tiercel.native.matrix import BLOCK, Blocks, Format, Matrix, stacked
 from tiercel.native.model import CombineWeights, LayerWeights, NativeModel, Vector, run_chain
@@ -42,6 +42,7 @@ class NativeStep:
         hidden = torch.empty(rows.num_rows, self.model.shape.hidden)
         best = torch.empty(wanted.shape[0], dtype=torch.int64)
         logits = torch.empty(wanted.shape[0], self.model.head.rows) if step.with_logits else None
+        confidence = torch.empty(wanted.shape[0]) if step.with_confidence else None
         keys, values = self._addresses(storages)
         target_hidden = None if step.target_hidden is None else step.target_hidden.contiguous()
         call = Step(
@@ -61,9 +62,10 @@ class NativeStep:
             wanted_rows=wanted.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
             best=best.data_ptr(),
+            confidence=None if confidence is None else confidence.data_ptr(),
         )
         self.model.run(call, torch.get_num_threads())
-        return StepOutput(hidden, best, logits)
+        return StepOutput(hidden, best, logits, confidence)
 
     def _addresses(self, storages: list[KvStorage]) -> tuple[Tensor, Tensor]:
         if self._storages is None or self._storages[0] is not storages:
@@ -88,13 +90,14 @@ class NativeChain:
         known: Tensor,
         target_hidden: Tensor,
         storages: list[list[KvStorage]],
-    ) -> tuple[Tensor, list[int]]:
+    ) -> DraftTokens:
         """See ``DraftChain``."""
         if self._storages is None or self._storages[0] is not storages:
             keys = torch.tensor([s.keys.data_ptr() for layer in storages for s in layer])
             self._storages = (storages, keys, torch.tensor([s.values.data_ptr() for layer in storages for s in layer]))
         tokens, source, wanted = token_ids.clone(), target_hidden.contiguous(), known.contiguous()
-        drafts, ends = torch.empty_like(wanted), torch.empty(wanted.shape[0], dtype=torch.int64)
+        drafts, confidence = torch.empty_like(wanted), torch.empty(wanted.shape)
+        ends = torch.empty(wanted.shape[0], dtype=torch.int64)
         chain = Chain(
             depth=wanted.shape[0],
             layers=self.handles.data_ptr(),
@@ -105,6 +108,7 @@ class NativeChain:
             known=wanted.data_ptr(),
             target_ids=self.target_ids.data_ptr(),
             drafts=drafts.data_ptr(),
+            confidence=confidence.data_ptr(),
             end_ns=ends.data_ptr(),
         )
         step = Step(
@@ -120,7 +124,7 @@ class NativeChain:
             wanted_rows=last.data_ptr(),
         )
         run_chain(chain, step, torch.get_num_threads())
-        return drafts, ends.tolist()
+        return DraftTokens(drafts, confidence, ends.tolist())
 
 
 class NativeTarget(NativeStep):

@@ -1,7 +1,7 @@
 """One forward over rows, whoever computes it: what goes in, what comes out, and the eager implementation."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class StepInput:
         wanted: rows whose next token is asked for, int64 ``[wanted]``.
         with_logits: whether all logits of those rows are needed, or the argmax does.
         target_hidden: what an MTP layer pairs with its embeddings: ``[rows, target_hidden_size]``.
+        with_confidence: whether the probability of each argmax is needed.
     """
 
     rows: Rows
@@ -30,6 +31,7 @@ class StepInput:
     wanted: Tensor
     with_logits: bool = False
     target_hidden: Tensor | None = None
+    with_confidence: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,13 @@ class StepOutput:
 
     ``hidden`` is ``[rows, hidden_size]``, before the final norm. ``best`` (int64 ``[wanted]``) is the argmax of each wanted
     row's logits as an index into the head's vocabulary, -1 where a logit is NaN. ``logits`` is float32 ``[wanted, vocab]``, or
-    None where nobody asked.
+    None where nobody asked; so is ``confidence``, the softmax's probability of ``best`` (float32 ``[wanted]``, 0 beside -1).
     """
 
     hidden: Tensor
     best: Tensor
     logits: Tensor | None
+    confidence: Tensor | None = None
 
 
 class StepModel(Protocol):
@@ -69,6 +72,16 @@ class Target(StepModel, Protocol):
         ...
 
 
+class DraftTokens(NamedTuple):
+    """What MTP layers proposed: target ids int64 ``[depth, requests]``, each one's probability in its layer's own eyes (float32,
+    same shape), and when each layer ended (``perf_counter_ns``).
+    """
+
+    token_ids: Tensor
+    confidence: Tensor
+    end_ns: list[int]
+
+
 class DraftChain(Protocol):
     """MTP layers that run one after the other in one call, each proposing greedily what the next one reads."""
 
@@ -80,7 +93,7 @@ class DraftChain(Protocol):
         known: Tensor,
         target_hidden: Tensor,
         storages: list[list[KvStorage]],
-    ) -> tuple[Tensor, list[int]]:
+    ) -> DraftTokens:
         """Run as many layers as ``known`` has rows.
 
         Args:
@@ -91,9 +104,6 @@ class DraftChain(Protocol):
                 the draft of the layer before.
             target_hidden: ``[rows, target_hidden_size]``.
             storages: of each layer.
-
-        Returns:
-            Drafts, int64 ``[depth, requests]`` (target ids), and when each layer ended (``perf_counter_ns``).
         """
         ...
 
@@ -146,7 +156,8 @@ class EagerMtpLayer:
         rotary, embeddings = self.draft.rotary(step.rows.positions), self.draft.embed(step.token_ids)
         hidden = self.draft.layers[self.index](embeddings, step.target_hidden, rotary, 0, attention)
         logits = self.draft.logits(self.index, hidden[step.wanted])
-        return StepOutput(hidden, best_ids(logits), logits)
+        confidence = logits.softmax(-1).amax(-1).nan_to_num(0.0) if step.with_confidence else None
+        return StepOutput(hidden, best_ids(logits), logits, confidence)
 
 
 def eager_draft(draft: MtpDraft) -> DraftModel:

@@ -48,6 +48,7 @@ class Step(Structure):
         ("wanted_rows", c_void_p),
         ("logits", c_void_p),
         ("best", c_void_p),
+        ("confidence", c_void_p),
     )
 
 
@@ -64,6 +65,7 @@ class Chain(Structure):
         ("known", c_void_p),
         ("target_ids", c_void_p),
         ("drafts", c_void_p),
+        ("confidence", c_void_p),
         ("end_ns", c_void_p),
     )
 

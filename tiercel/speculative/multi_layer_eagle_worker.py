@@ -9,6 +9,7 @@ Where the end of a request's text occurred in it before, what followed then is a
 takes the round, and the layers are left out. They go on later, exactly, from the hidden states kept for them.
 """
 
+import operator
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from tiercel.core.request import SOURCE_NGRAM, Request
 from tiercel.device.placement import integers
 from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
-from tiercel.models.step import DraftModel, StepInput
+from tiercel.models.step import DraftModel, DraftTokens, StepInput
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
 from tiercel.speculative.ngram import NOTHING, Continuation, NgramIndex
 from tiercel.speculative.sampling import RowSampling, choose, needs_logits
@@ -65,7 +66,8 @@ class DraftState:
 
     ``ends[i]`` rows have been read by layer i; ``hidden`` holds what some layer has to read still, or again.
     ``drafts`` are the proposals made by engine step ``born_step``, on the host, and ``sources[j]`` is the layer that draft j came
-    from, or ``SOURCE_NGRAM``. ``is_certain`` says that a lookup found them where much of the text agrees.
+    from, or ``SOURCE_NGRAM``. ``is_certain`` says that a lookup found them where much of the text agrees;
+    ``confidence`` is the first layer's probability of its latest draft.
     """
 
     hidden: KeptHidden
@@ -75,6 +77,7 @@ class DraftState:
     sources: tuple[int, ...] = ()
     born_step: int = -1
     is_certain: bool = False
+    confidence: float = 0.0
 
     def propose(self, drafts: list[int], sources: Iterable[int], born_step: int, *, is_certain: bool = False) -> None:
         """Keep what the next round is to verify."""
@@ -104,6 +107,8 @@ class MultiLayerEagleWorker(SpecWorker):
         draft: the MTP layers, at least ``num_layers`` of them.
         num_layers: layers in use.
         lookup: ``SpecConfig.lookup``: tokens that must agree for prompt lookup (0: off), and its drafts per round at most.
+        min_confidence: a request is drafted for, beyond its first draft, while its drafts so far are all right with this
+            probability in the layers' own eyes; 0: always.
         exact_kv: feed provisional rows again.
         max_verify_rows: rows that a verify may hold; with more requests each gets fewer drafts, down to none but those of the
             long matches.
@@ -120,11 +125,12 @@ class MultiLayerEagleWorker(SpecWorker):
         num_layers: int,
         *,
         lookup: tuple[int, int] = (0, 0),
+        min_confidence: float = 0.0,
         exact_kv: bool = True,
         max_verify_rows: int = sys.maxsize,
         depths: DepthTable | None = None,
     ) -> None:
-        self.match, self.max_lookup = lookup
+        (self.match, self.max_lookup), self.min_confidence = lookup, min_confidence
         super().__init__(target, max(num_layers, self.max_lookup))
         self.model, self.num_layers, self.max_verify_rows = draft, num_layers, max_verify_rows
         self.depths: DepthTable = depths or DepthTable.of_rows(max_verify_rows, num_layers)
@@ -176,12 +182,25 @@ class MultiLayerEagleWorker(SpecWorker):
         depth = max((req.draft_depth(num_steps) for req, _ in waiting), default=0)
         if depth == 0:
             return []
-        pieces = [DraftRows(req, state, self._first_row(state, depth), req.num_computed) for req, state in waiting]
-        drafts, ends = self._run(pieces, depth)
-        for piece, proposed in zip(pieces, drafts.t().tolist(), strict=True):
+        if not self.min_confidence or depth == 1:
+            return self._propose(waiting, depth)
+        ends = self._propose(waiting, 1)
+        # Most first drafts are not sure enough for a second: the deeper layers wait, and catch up when one is.
+        sure = [(req, state) for req, state in waiting if state.confidence >= self.min_confidence]
+        return self._propose(sure, depth) if sure else ends
+
+    def _propose(self, alive: list[tuple[Request, DraftState]], depth: int) -> list[int]:
+        """Run the first ``depth`` layers over what they have not read, and keep their drafts; when each layer ended."""
+        pieces = [DraftRows(req, state, self._first_row(state, depth), req.num_computed) for req, state in alive]
+        drafts, confidence, ends = self._run(pieces, depth)
+        for piece, proposed, sure in zip(pieces, drafts.t().tolist(), confidence.t().tolist(), strict=True):
             state = piece.state
             state.ends[:depth] = [piece.end] * depth
-            state.propose(proposed, range(depth), self.step - 1)
+            state.confidence = sure[0]
+            # A draft is worth a row if those before it are right with some confidence.
+            reach = [1.0, *accumulate(sure[:-1], operator.mul)]
+            kept = sum(1 for share in reach if share >= self.min_confidence)
+            state.propose(proposed[:kept], range(kept), self.step - 1)
             state.hidden.forget_before(self._first_row(state, self.num_layers))
         return ends
 
@@ -190,8 +209,7 @@ class MultiLayerEagleWorker(SpecWorker):
             return NOTHING
         return state.text.continuation(req.token_ids, req.draft_depth(self.max_lookup))
 
-    def _run(self, pieces: list[DraftRows], depth: int) -> tuple[Tensor, list[int]]:
-        """Run ``depth`` layers: drafts ``[depth, requests]`` and when each layer ended."""
+    def _run(self, pieces: list[DraftRows], depth: int) -> DraftTokens:
         device = self.target.placement.device
         rows = Rows([Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces], device)
         last = integers([end - 1 for end in accumulate(rows.counts)], device)
@@ -204,22 +222,25 @@ class MultiLayerEagleWorker(SpecWorker):
 
     def _layer_by_layer(
         self, pieces: list[DraftRows], rows: Rows, tokens: Tensor, last: Tensor, known: Tensor, target_hidden: Tensor
-    ) -> tuple[Tensor, list[int]]:
-        hidden, is_known, newest, drafts, ends = target_hidden, known >= 0, known[0], [], []
+    ) -> DraftTokens:
+        hidden, is_known, newest = target_hidden, known >= 0, known[0]
+        drafts, confidence, ends = [], [], []
         for index in range(len(known)):
             # One token to the left: each request's last row takes the next known token, else the newest draft.
             tokens = tokens.roll(-1)
             tokens[last] = torch.where(is_known[index], known[index], newest)
             source = hidden if self.model.description.chained else target_hidden
             how = [RowSampling(p.req.sampling, p.req.seed, p.end + 1 + index) for p in pieces]
-            step = StepInput(rows, tokens, last, needs_logits(how), source)
+            step = StepInput(rows, tokens, last, needs_logits(how), source, with_confidence=True)
             output = self.model.layers[index].run(step, self.storages[index])
             # A draft is only a guess: where its logits are NaN (-1) any token will do, and the next layer can embed it.
             newest = choose(output.best, output.logits, how, self.target.noise, self.model.target_ids).clamp(min=0)
             hidden = output.hidden
             drafts.append(newest)
+            assert output.confidence is not None
+            confidence.append(output.confidence)
             ends.append(self.now())
-        return torch.stack(drafts), ends
+        return DraftTokens(torch.stack(drafts), torch.stack(confidence), ends)
 
     def _first_row(self, state: DraftState, depth: int) -> int:
         """Where the first ``depth`` layers have to go on: at their oldest end, less the rows that are fed again.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercel.core.config import EngineConfig, SpecConfig
-from tiercel.core.depths import DepthTable
+from tiercel.core.depths import Depth, DepthTable
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.mtp_checkpoint import check_fit, load_draft_model, read_description, resolve_draft
@@ -45,6 +45,7 @@ def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
         draft,
         num_steps,
         lookup=context.spec.lookup,
+        min_confidence=_min_confidence(context),
         exact_kv=context.spec.exact_kv,
         max_verify_rows=_max_verify_rows(context),
         depths=_depths(context, folder, num_steps),
@@ -53,6 +54,8 @@ def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
 
 CPU_VERIFY_ROWS = 8
 """Where a row more begins to cost as much as it brings (``tiercel bench throughput``): beyond it, arithmetic is the limit."""
+CPU_DEPTHS = DepthTable("usual on a CPU", (Depth(2, 1), Depth(None, 0)))
+"""Where nothing was asked for or tuned: one layer pays for itself with one or two requests, prompt lookup with any number."""
 
 
 def _max_verify_rows(context: WorkerContext) -> int:
@@ -61,10 +64,20 @@ def _max_verify_rows(context: WorkerContext) -> int:
     return CPU_VERIFY_ROWS if context.target.placement.device.type == "cpu" else sys.maxsize
 
 
+CPU_MIN_CONFIDENCE = 0.4
+"""Below it a deeper draft costs more than it brings."""
+
+
+def _min_confidence(context: WorkerContext) -> float:
+    if context.spec.min_confidence is not None:
+        return context.spec.min_confidence
+    return CPU_MIN_CONFIDENCE if context.target.placement.device.type == "cpu" else 0.0
+
+
 def _depths(context: WorkerContext, draft: Path, num_steps: int) -> DepthTable | None:
     """Depths by load, for a draft folder and K; None: the rule of ``max_verify_rows``."""
     spec = context.spec
-    found = spec.depths or _tuned(context, draft)
+    found = spec.depths or _tuned(context, draft) or _usual(context)
     if found is None:
         return None
     if found.most_steps > num_steps:
@@ -72,10 +85,18 @@ def _depths(context: WorkerContext, draft: Path, num_steps: int) -> DepthTable |
     return found.with_lookup() if spec.ngram_match else found
 
 
+def _is_free(spec: SpecConfig) -> bool:
+    return spec.num_steps is None and spec.max_verify_rows is None
+
+
+def _usual(context: WorkerContext) -> DepthTable | None:
+    return CPU_DEPTHS if _is_free(context.spec) and context.target.placement.device.type == "cpu" else None
+
+
 def _tuned(context: WorkerContext, draft: Path) -> DepthTable | None:
     spec = context.spec
-    is_free = spec.tuned and spec.num_steps is None and spec.max_verify_rows is None
-    if not is_free or not tune_folder().is_dir():  # a key reads the draft's files: only where it may lead somewhere
+    # A key reads the draft's files: only where it may lead somewhere.
+    if not spec.tuned or not _is_free(spec) or not tune_folder().is_dir():
         return None
     target = context.target
     return read_tuned(tune_key(context.checkpoint, target.model, target.placement, context.engine, draft).path)

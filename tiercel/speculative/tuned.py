@@ -37,9 +37,10 @@ class TuneKey:
         target: ``Checkpoint.fingerprint``.
         weights_bytes: size of the target's files, which tells its formats apart.
         draft: hash of the draft's files.
-        dtype: of the weights that are not quantised, and of the KV cache.
+        dtype: of the weights that are not quantised.
         quantization: see ``EngineConfig``.
         activation_bits: see ``EngineConfig``.
+        kv_dtype: see ``EngineConfig``.
         recorded: whether recorded steps of the CPU library run, not PyTorch's modules.
         processor: name of the device that computes.
         threads: CPU threads.
@@ -51,6 +52,7 @@ class TuneKey:
     dtype: str
     quantization: str
     activation_bits: int
+    kv_dtype: str
     recorded: bool
     processor: str
     threads: int
@@ -77,6 +79,7 @@ def tune_key(
         dtype=str(placement.dtype).removeprefix("torch."),
         quantization=engine.quantization,
         activation_bits=engine.activation_bits,
+        kv_dtype=engine.kv_dtype,
         recorded=target.is_graph,
         processor=processor(placement.device),
         threads=torch.get_num_threads(),
@@ -90,7 +93,7 @@ def read_tuned(path: Path) -> DepthTable | None:
         UserError: it cannot be read, or is not of this format; names the file and the remedy.
     """
     try:
-        return DepthTable.from_json(json.loads(path.read_text(encoding="utf-8")), f"tuned: {path}")
+        return DepthTable.from_json(json.loads(path.read_text(encoding="utf-8")), path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, UserError) as error:
@@ -108,16 +111,34 @@ def write_tuned(key: TuneKey, table: DepthTable, measured: dict[str, Any]) -> Pa
     Raises:
         UserError: the folder cannot be written to.
     """
-    path = key.path
-    part = path.with_suffix(f".{os.getpid()}.part")
+    part = prepare_folder() / f"{key.path.name}.{os.getpid()}.part"
+    content = {**table.to_json(), "key": key.to_json(), "measured": measured}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {**table.to_json(), "key": key.to_json(), "measured": measured}
         part.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        os.replace(part, key.path)
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): set {FOLDER_VARIABLE} to a folder you own") from error
-    return path
+        raise _unwritable(part.parent, error.strerror) from error
+    return key.path
+
+
+def prepare_folder() -> Path:
+    """``tune_folder``, made if missing: whoever measures for minutes knows before that the result can be kept.
+
+    Raises:
+        UserError: it cannot be made or written to.
+    """
+    folder = tune_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error.strerror) from error
+    if not os.access(folder, os.W_OK):
+        raise _unwritable(folder, "no permission")
+    return folder
+
+
+def _unwritable(folder: Path, reason: str | None) -> UserError:
+    return UserError(f"cannot write to {folder} ({reason}): set {FOLDER_VARIABLE} to a folder you own")
 
 
 def _weights_bytes(path: Path) -> int:

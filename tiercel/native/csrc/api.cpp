@@ -270,6 +270,7 @@ void tc_chain_run(const tc_chain *chain, const tc_step *step) {
         one.keys = chain->keys + i;
         one.values = chain->values + i;
         one.best = drafts;
+        one.confidence = chain->confidence + i * step->wanted;
         path->run(*chain->layers[i], one, team());
         for (int64_t w = 0; w < step->wanted; w++) drafts[w] = drafts[w] < 0 ? 0 : chain->target_ids[drafts[w]];
         chain->end_ns[i] = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);

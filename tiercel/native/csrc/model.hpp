@@ -86,7 +86,7 @@ struct AttentionPlan {
 
 struct Workspace {
     Activations in;
-    AlignedArray<float> qkv, attended, gate_up, cosines, sines, partials, pieces, joined, best_values;
+    AlignedArray<float> qkv, attended, gate_up, cosines, sines, partials, pieces, joined, best_values, best_masses;
     AttentionPlan attention;
     AlignedArray<int64_t> best_ids;
 };

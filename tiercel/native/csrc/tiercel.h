@@ -49,6 +49,7 @@ typedef struct {
     const int64_t *wanted_rows;                 // [wanted]: rows whose next token is asked for
     float *logits;                              // out [wanted, vocabulary], or null
     int64_t *best;                              // out [wanted]: argmax (lowest index of equals), -1 where a logit is NaN
+    float *confidence;                          // out [wanted]: probability of best under the softmax (0 where it is -1), or null
 } tc_step;
 
 // MTP layers one after the other over the rows of one step, each proposing greedily what the next one reads.
@@ -61,6 +62,7 @@ typedef struct {
     const int64_t *known;                       // [depth, wanted]: the token that layer i reads in a request's last row, or -1
     const int64_t *target_ids;                  // [draft vocabulary]
     int64_t *drafts;                            // out [depth, wanted]: target ids; 0 where a logit was NaN
+    float *confidence;                          // out [depth, wanted]: as in tc_step
     int64_t *end_ns;                            // out [depth]: when each layer ended, on the monotonic clock
 } tc_chain;
 
