@@ -78,9 +78,9 @@ struct Activations {
     }
 };
 
-// Groups of rows that look at the context together, pieces of the longest context, and whether every piece is a unit of work.
+// Pieces of the longest context, units of work, and whether every piece is one.
 struct AttentionPlan {
-    int64_t groups, pieces;
+    int64_t pieces, units;
     bool is_split;
 };
 
