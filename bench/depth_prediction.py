@@ -33,7 +33,7 @@ def main(
     rows = read_prompts(prompts)
     engine = EngineConfig(model=model, num_threads=threads)
     specs = {0: SpecConfig(method="none")}
-    specs |= {k: SpecConfig(draft=draft, num_steps=k, ngram_match=0) for k in range(1, num_steps + 1)}
+    specs |= {k: SpecConfig(draft=draft, num_steps=k, ngram_match=0, min_confidence=0) for k in range(1, num_steps + 1)}
     with tempfile.TemporaryDirectory() as temporary:
         folders = {k: (out or Path(temporary)) / f"k{k}" for k in specs}
         target = load_target(engine, specs[num_steps])

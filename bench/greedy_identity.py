@@ -64,7 +64,7 @@ def main(
     print(f"plain: {len(rows)} prompts at batch {batch}, {took:.0f} s", flush=True)
     result, failed = [], False
     for depth in num_steps or [3]:
-        spec = SpecConfig(draft=draft, num_steps=depth, max_verify_rows=batch * (depth + 1))
+        spec = SpecConfig(draft=draft, num_steps=depth, max_verify_rows=batch * (depth + 1), min_confidence=0)
         ours, took = answers(LLM(engine=engine, spec=spec, target=target), rows, max_tokens)
         differing = [difference(target, plain[r.request_id], ours[r.request_id]) for r in rows]
         found = [d for d in differing if d]

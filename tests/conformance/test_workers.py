@@ -72,7 +72,7 @@ def level(request: pytest.FixtureRequest) -> int:
 def make_engine(
     method: str, target: LoadedTarget, draft: Path, trace: TraceConfig, exporter: InMemorySpanExporter | None = None
 ) -> Engine:
-    spec = SpecConfig(method=method, draft=str(draft), max_verify_rows=64)
+    spec = SpecConfig(method=method, draft=str(draft), max_verify_rows=64, min_confidence=0)
     return Engine(EngineConfig(max_prefill_tokens=16), spec, trace, target, [exporter] if exporter else [])
 
 

@@ -25,20 +25,29 @@ from tiercel.speculative.registry import WorkerContext
 PROMPTS = [[7, 30, 99, 12, 200, 45, 8, 61, 5, 77, 140, 9, 33, 2, 18, 55, 21], [90, 91], [14] * 9]
 
 
-@torch.inference_mode()
 def reference_drafts(target: LoadedTarget, draft: MtpDraft, token_ids: list[int], depth: int) -> list[int]:
     """Drafts after ``token_ids``: every layer runs over the whole text, unknown tokens being the drafts before."""
+    return reference_drafts_and_confidence(target, draft, token_ids, depth)[0]
+
+
+@torch.inference_mode()
+def reference_drafts_and_confidence(
+    target: LoadedTarget, draft: MtpDraft, token_ids: list[int], depth: int
+) -> tuple[list[int], list[float]]:
     rows = len(token_ids) - 1
     attention, positions = DenseAttention(1), torch.arange(rows)
     hidden = first = target.model.decoder(torch.tensor(token_ids[:-1]), positions, attention)
     drafts: list[int] = []
+    confidence = []
     for i in range(depth):
         known = [*token_ids, *drafts]
         inputs = torch.tensor([known[t + 1 + i] for t in range(rows)])
         source = hidden if draft.description.chained else first
         hidden = draft.layers[i](draft.embed(inputs), source, draft.rotary(positions), i, attention)
-        drafts.append(int(draft.target_ids[draft.logits(i, hidden[-1:]).argmax()]))
-    return drafts
+        logits = draft.logits(i, hidden[-1:])
+        drafts.append(int(draft.target_ids[logits.argmax()]))
+        confidence.append(float(logits.softmax(-1).max()))
+    return drafts, confidence
 
 
 def engine_with(
@@ -50,6 +59,7 @@ def engine_with(
     exact_kv: bool = True,
     max_verify_rows: int = 99,
     lookup: tuple[int, int] = (0, 0),
+    min_confidence: float = 0.0,
 ) -> Engine:
     def build(context: WorkerContext) -> SpecWorker:
         return MultiLayerEagleWorker(
@@ -57,6 +67,7 @@ def engine_with(
             eager_draft(draft),
             num_steps,
             lookup=lookup,
+            min_confidence=min_confidence,
             exact_kv=exact_kv,
             max_verify_rows=max_verify_rows,
         )
@@ -145,7 +156,7 @@ def test_recorded_layers_draft_what_the_reference_does(
     save_draft(draft, tmp_path, {})
     draft = load_draft(tmp_path, toy_modules.checkpoint, toy_modules.model.decoder)  # rounded to bfloat16
     answers = plain_answers(toy_modules, SAMPLING)
-    spec = SpecConfig(draft=str(tmp_path), max_verify_rows=max_verify_rows, ngram_match=0)
+    spec = SpecConfig(draft=str(tmp_path), max_verify_rows=max_verify_rows, ngram_match=0, min_confidence=0)
     engine = Engine(EngineConfig(max_prefill_tokens=7, page_size=4), spec, TraceConfig(), toy_native)
     sometimes_right(engine, answers)
     reqs = [engine.add_request(str(i), prompt, SAMPLING) for i, prompt in enumerate(PROMPTS)]
@@ -159,6 +170,39 @@ def test_recorded_layers_draft_what_the_reference_does(
     assert checked > 5
     assert {r.request_id: r.output_token_ids for r in reqs} == answers
     assert max(max(r.spec.correct) for r in reqs) == min(3, max_verify_rows // 3 - 1)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_deeper_layers_wait_for_sure_drafts_and_go_on_exactly(
+    toy_modules: LoadedTarget, toy_native: LoadedTarget, tmp_path: Path, chained: bool, recorded: bool
+) -> None:
+    save_draft(random_draft(toy_modules, chained=chained), tmp_path, {})
+    draft = load_draft(tmp_path, toy_modules.checkpoint, toy_modules.model.decoder)
+    answers = plain_answers(toy_modules, SAMPLING)
+    middle = sorted(
+        reference_drafts_and_confidence(toy_modules, draft, [*PROMPTS[int(name)], *answer[:n]], 1)[1][0]
+        for name, answer in answers.items()
+        for n in range(1, 20)
+    )[28]
+    spec = SpecConfig(draft=str(tmp_path), num_steps=3, ngram_match=0, min_confidence=middle, max_verify_rows=99)
+    target = toy_native if recorded else toy_modules
+    engine = Engine(EngineConfig(max_prefill_tokens=7, page_size=4), spec, TraceConfig(), target)
+    sometimes_right(engine, answers)
+    reqs = [engine.add_request(str(i), prompt, SAMPLING) for i, prompt in enumerate(PROMPTS)]
+    assert isinstance(engine.worker, MultiLayerEagleWorker)
+    lengths = set()
+    for req in rounds(engine):
+        expected, confidence = reference_drafts_and_confidence(toy_modules, draft, req.token_ids, 3)
+        reach, kept = 1.0, 0
+        while kept < 3 and (kept == 0 or reach >= middle):
+            reach *= confidence[kept]
+            kept += 1
+        if all(abs(c - middle) > 1e-4 for c in confidence[:1]):
+            assert engine.worker.states[req.request_id].drafts == expected[:kept]
+            lengths.add(kept)
+    assert {1, 2} <= lengths
+    assert {r.request_id: r.output_token_ids for r in reqs} == answers
 
 
 def test_drafts_are_exact_after_preemption_and_resume(toy_target: LoadedTarget) -> None:

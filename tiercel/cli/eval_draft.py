@@ -58,7 +58,9 @@ def command(
         max_batch_size=max_batch_size,
     )
     every_depth = max_batch_size * 64  # acceptance is measured at K, whatever that costs with so many requests at once
-    spec = SpecConfig(draft=draft, num_steps=num_steps, max_verify_rows=every_depth, ngram_match=ngram_match)
+    spec = SpecConfig(
+        draft=draft, num_steps=num_steps, max_verify_rows=every_depth, ngram_match=ngram_match, min_confidence=0
+    )
     target = load_target(engine, spec)
     with LLM(engine=engine, spec=spec, target=target) as llm, Console(stderr=True).status("answering") as status:
         outputs: list[RequestOutput] = []

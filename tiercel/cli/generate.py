@@ -33,6 +33,7 @@ def command(
     ngram_tokens: Annotated[
         int | None, typer.Option(help="Drafts per round at most from prompt lookup; default: 7.")
     ] = None,
+    min_confidence: options.MinConfidence = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
@@ -89,7 +90,17 @@ def command(
         kv_tokens=kv_tokens,
         max_prefill_tokens=max_prefill_tokens,
     )
-    speculation = SpecConfig(spec, draft, num_steps, exact_kv, max_verify_rows, ngram_match, ngram_tokens, tuned=tuned)
+    speculation = SpecConfig(
+        method=spec,
+        draft=draft,
+        num_steps=num_steps,
+        exact_kv=exact_kv,
+        max_verify_rows=max_verify_rows,
+        ngram_match=ngram_match,
+        ngram_tokens=ngram_tokens,
+        min_confidence=min_confidence,
+        tuned=tuned,
+    )
     trace = TraceConfig(
         enable_trace=enable_trace,
         trace_level=trace_level,

@@ -11,12 +11,19 @@ Model = Annotated[str, typer.Option("--model", help="smollm2-135m, a folder, a .
 Spec = Annotated[str, typer.Option("--spec", help="none, multi-layer-eagle or ngram.")]
 Draft = Annotated[str, typer.Option("--draft", help="auto, smollm2-135m-mtp3, or a folder.")]
 NumSteps = Annotated[
-    int | None, typer.Option("--num-steps", help="MTP layers in use, one draft per round each (K); default: all.")
+    int | None, typer.Option("--num-steps", help="MTP layers in use, one draft per round each (K); default: as many as pay.")
 ]
 NgramMatch = Annotated[
     int | None,
     typer.Option(
         "--ngram-match", help="Prompt lookup: drafts where so many tokens occurred before; 0: off; default: 2."
+    ),
+]
+MinConfidence = Annotated[
+    float | None,
+    typer.Option(
+        "--min-confidence",
+        help="Deeper MTP layers draft while all drafts so far are right with this probability; default: 0.4 on a CPU, else 0.",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Completion tokens at most.")]

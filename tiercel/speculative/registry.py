@@ -57,15 +57,14 @@ CPU_VERIFY_ROWS = 8
 CPU_DEPTHS = DepthTable("usual on a CPU", (Depth(2, 1), Depth(None, 0)))
 """Where nothing was asked for or tuned: one layer pays for itself with one or two requests, prompt lookup with any number."""
 
+CPU_MIN_CONFIDENCE = 0.4
+"""Where drafts are less sure to be right, one more costs more than it brings."""
+
 
 def _max_verify_rows(context: WorkerContext) -> int:
     if context.spec.max_verify_rows is not None:
         return context.spec.max_verify_rows
     return CPU_VERIFY_ROWS if context.target.placement.device.type == "cpu" else sys.maxsize
-
-
-CPU_MIN_CONFIDENCE = 0.4
-"""Below it a deeper draft costs more than it brings."""
 
 
 def _min_confidence(context: WorkerContext) -> float:
