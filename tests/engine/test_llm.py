@@ -8,7 +8,11 @@ from tiercel.engine.engine import LoadedTarget
 
 @pytest.fixture
 def llm(toy_model: Path, toy_draft: Path, toy_target: LoadedTarget) -> LLM:
-    return LLM(engine=EngineConfig(model=str(toy_model)), spec=SpecConfig(draft=str(toy_draft), min_confidence=0), target=toy_target)
+    return LLM(
+        engine=EngineConfig(model=str(toy_model)),
+        spec=SpecConfig(draft=str(toy_draft), min_confidence=0),
+        target=toy_target,
+    )
 
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)

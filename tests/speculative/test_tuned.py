@@ -36,7 +36,9 @@ def target(request: pytest.FixtureRequest) -> LoadedTarget:
 
 
 def open_llm(target: LoadedTarget, draft: Path, config: EngineConfig | None = None, **spec: Any) -> LLM:
-    return LLM(engine=config or EngineConfig(), spec=SpecConfig(draft=str(draft), min_confidence=0, **spec), target=target)
+    return LLM(
+        engine=config or EngineConfig(), spec=SpecConfig(draft=str(draft), min_confidence=0, **spec), target=target
+    )
 
 
 def key_of(target: LoadedTarget, draft: Path, config: EngineConfig | None = None) -> TuneKey:

@@ -11,7 +11,8 @@ Model = Annotated[str, typer.Option("--model", help="smollm2-135m, a folder, a .
 Spec = Annotated[str, typer.Option("--spec", help="none, multi-layer-eagle or ngram.")]
 Draft = Annotated[str, typer.Option("--draft", help="auto, smollm2-135m-mtp3, or a folder.")]
 NumSteps = Annotated[
-    int | None, typer.Option("--num-steps", help="MTP layers in use, one draft per round each (K); default: as many as pay.")
+    int | None,
+    typer.Option("--num-steps", help="MTP layers in use, one draft per round each (K); default: as many as pay."),
 ]
 NgramMatch = Annotated[
     int | None,
