@@ -10,7 +10,9 @@ table. The target and every MTP layer use the same slot for the same position.
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -24,8 +26,10 @@ class KvCacheError(Exception):
 
 @dataclass(slots=True)
 class _Owner:
+    """A request's pages; ``slots`` has room for more than them, because pages come and go in every round."""
+
     pages: list[int] = field(default_factory=list)
-    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     committed: int = 0
 
 
@@ -66,10 +70,8 @@ class KvCacheManager:
         if missing > len(self._free):
             raise OutOfPages(f"{request_id} needs {missing} pages, {len(self._free)} are free")
         owner = self._owners.setdefault(request_id, _Owner())
-        if missing > 0:
-            taken = [self._free.pop() for _ in range(missing)]
-            owner.pages += taken
-            owner.slots = torch.cat((owner.slots, self._page_slots(taken)))
+        for _ in range(missing):
+            self._add_page(owner, self._free.pop())
 
     def commit(self, request_id: str, length: int) -> None:
         """Declare positions ``0 .. length - 1`` final.
@@ -78,9 +80,9 @@ class KvCacheManager:
             KvCacheError: they were not reserved, or fewer than were committed before.
         """
         owner = self._owners[request_id]
-        if not owner.committed <= length <= len(owner.pages) * self.page_size:
+        if not owner.committed <= length <= self._length(owner):
             raise KvCacheError(
-                f"{request_id}: commit of {length}, {owner.committed} committed, {len(owner.slots)} reserved"
+                f"{request_id}: commit of {length}, {owner.committed} committed, {self._length(owner)} reserved"
             )
         owner.committed = length
 
@@ -91,7 +93,6 @@ class KvCacheManager:
         if keep < len(owner.pages):
             self._free.extend(owner.pages[keep:])
             del owner.pages[keep:]
-            owner.slots = owner.slots[: keep * self.page_size]
 
     def release(self, request_id: str) -> None:
         """Give back everything a request owns; nothing happens if it owns nothing."""
@@ -101,7 +102,8 @@ class KvCacheManager:
 
     def slots(self, request_id: str) -> Tensor:
         """Slot of every reserved position: int64, on the host; a view that the next ``reserve`` may outdate."""
-        return self._owners[request_id].slots
+        owner = self._owners[request_id]
+        return torch.from_numpy(owner.slots[: self._length(owner)])
 
     def committed(self, request_id: str) -> int:
         """Number of leading positions whose KV is final (0 for a request that owns nothing)."""
@@ -120,13 +122,21 @@ class KvCacheManager:
                 f"{len(owned)} owned and {len(self._free)} free pages are not the {self.num_pages} of the pool"
             )
         for request_id, owner in self._owners.items():
-            if not torch.equal(owner.slots, self._page_slots(owner.pages)) or owner.committed > len(owner.slots):
+            length = self._length(owner)
+            right = [page * self.page_size + i for page in owner.pages for i in range(self.page_size)]
+            if owner.slots[:length].tolist() != right or owner.committed > length:
                 raise KvCacheError(f"{request_id}: slots and pages disagree, or more is committed than reserved")
 
     def _missing_pages(self, request_id: str, length: int) -> int:
         owner = self._owners.get(request_id)
         return -(-length // self.page_size) - (len(owner.pages) if owner else 0)
 
-    def _page_slots(self, pages: list[int]) -> Tensor:
-        firsts = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
-        return (firsts + torch.arange(self.page_size)).flatten()
+    def _length(self, owner: _Owner) -> int:
+        return len(owner.pages) * self.page_size
+
+    def _add_page(self, owner: _Owner, page: int) -> None:
+        start, end = self._length(owner), self._length(owner) + self.page_size
+        if end > len(owner.slots):
+            owner.slots = np.concatenate((owner.slots[:start], np.empty(max(start, self.page_size), np.int64)))
+        owner.slots[start:end] = np.arange(page * self.page_size, (page + 1) * self.page_size)
+        owner.pages.append(page)

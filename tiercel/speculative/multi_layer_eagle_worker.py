@@ -173,13 +173,13 @@ class MultiLayerEagleWorker(SpecWorker):
             for req, start, hidden in zip(rows.reqs, rows.starts, rows.hidden, strict=True)
             if req.draft_depth(self.num_steps)
         ]
+        depth_now = self.depths.at(len(self.states))
         for req, state in alive:
-            found = self._look_up(req, state)
+            found = self._look_up(req, state) if depth_now.lookup else NOTHING
             looked_up = self._worthwhile_lookup(found, len(self.states))
             state.propose(looked_up, (SOURCE_NGRAM,) * len(looked_up), self.step - 1, is_certain=found.is_certain)
         waiting = [(req, state) for req, state in alive if not state.drafts]
-        num_steps = self.depths.at(len(self.states)).num_steps
-        depth = max((req.draft_depth(num_steps) for req, _ in waiting), default=0)
+        depth = max((req.draft_depth(depth_now.num_steps) for req, _ in waiting), default=0)
         if depth == 0:
             return []
         if not self.min_confidence or depth == 1:

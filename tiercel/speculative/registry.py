@@ -54,9 +54,9 @@ def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
 
 CPU_VERIFY_ROWS = 8
 """Where a row more begins to cost as much as it brings (``tiercel bench throughput``): beyond it, arithmetic is the limit."""
-CPU_DEPTHS = DepthTable("usual on a CPU", (Depth(2, 1), Depth(None, 0)))
-"""Where nothing was asked for or tuned: one layer pays for itself with one or two requests, prompt lookup with any number."""
-
+CPU_DEPTHS = DepthTable("usual on a CPU", (Depth(2, 1), Depth(4, 0), Depth(None, 0, lookup=False)))
+"""Where nothing was asked for or tuned. One layer pays for itself with one or two requests, prompt lookup with a few; with more,
+a row more costs about what it brings (``tiercel bench throughput``)."""
 CPU_MIN_CONFIDENCE = 0.4
 """Where drafts are less sure to be right, one more costs more than it brings."""
 
