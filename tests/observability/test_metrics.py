@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from tests.observability.exposed import Numbers, exposed, families, numbers, tot
 from tests.scripted import run, scripted_engine
 from tiercel.core.batch import ForwardMode, RequestExtend, RequestRound, StepRecord
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
+from tiercel.core.depths import Depth, DepthTable
 from tiercel.core.errors import UserError
+from tiercel.core.request import SOURCE_NGRAM
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import LoadedTarget
 from tiercel.engine.llm import LLM
@@ -26,7 +29,8 @@ from tiercel.observability.req_time_stats import ReqTimeStats
 
 MS = 10**6
 DOCS = Path(__file__).parents[2] / "docs"
-VIEW = EngineView("multi-layer-eagle", num_steps=3, num_layers=2, load=lambda: Load(2, 1, 48, 64))
+DEPTHS = DepthTable("made-up rule", (Depth(2, 2), Depth(4, 1, lookup=False)))
+VIEW = EngineView("multi-layer-eagle", num_steps=3, num_layers=2, load=lambda: Load(2, 1, 48, 64), depths=DEPTHS)
 IGNORED = ReqTimeStats("ignored", lambda mark: None)
 
 
@@ -118,6 +122,29 @@ def test_a_run_counted_by_hand() -> None:
     assert in_ms == {("draft",): 3, ("verify",): 15, ("draft_extend",): 9, ("other",): 3}
     layers = found["tiercel:spec_decode_layer_seconds_sum"]
     assert {labels: round(value * 1e3, 9) for labels, value in layers.items()} == {("0",): 3, ("1",): 6}
+
+
+def test_depths_and_drafters_are_shown() -> None:
+    sink = MetricsSink("made-up", VIEW)
+    by_lookup = replace(part(1, 8, 3, 1, 2), draft_layers=(SOURCE_NGRAM,) * 3, born_step=None)
+    sink.on_step(decode(1, 32, part(0, 5, 2, 2, 3), replace(by_lookup, request_id="b")))
+    sink.on_step(decode(2, 42, by_lookup, part(2, 10, 0, 0, 1, "b")))
+    found = exposed(sink.store)
+    for counter, values in (
+        ("rounds", (1, 2, 1, 0)),
+        ("draft_tokens", (2, 6, 0, 0)),
+        ("accepted_tokens", (2, 2, 0, 0)),
+    ):
+        names = [("layers",), ("lookup",), ("plain",), ("unknown",)]
+        assert found[f"tiercel:spec_decode_drafter_{counter}_total"] == dict(zip(names, values, strict=True))
+    # labels in the order of their names: lookup, requests, source; with more requests than the table knows layers are left out
+    assert found["tiercel:spec_decode_depth_steps"] == {
+        ("true", "2", "made-up rule"): 2,
+        ("false", "4", "made-up rule"): 1,
+        ("false", "more", "made-up rule"): 0,
+    }
+    sink.on_request(ended("c", completion=4, drafted=[3], accepted=[2]), IGNORED)
+    assert exposed(sink.store)["tiercel:spec_decode_drafter_accepted_tokens_total"]["unknown",] == 2
 
 
 def test_inter_token_latency_is_per_token() -> None:

@@ -96,7 +96,7 @@ class Engine:
         self.max_model_len = _context_limit(config, checkpoint.description.max_position)
         self.scheduler = Scheduler(config, self.kv, worker.num_steps, self._preempted)
         self.requests: dict[str, Request] = {}
-        view = EngineView(worker.method, worker.num_steps, worker.num_layers, self.load)
+        view = EngineView(worker.method, worker.num_steps, worker.num_layers, self.load, worker.depths)
         self.pipeline = open_pipeline(trace, model_name, exporters, view)
 
     @property

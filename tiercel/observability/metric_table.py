@@ -39,6 +39,8 @@ class Family:
 
 STAGES = ("draft", "verify", "draft_extend", "other")
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
+DRAFTERS = ("layers", "lookup", "plain", "unknown")
+"""Who drafted in a round: MTP layers, prompt lookup, nobody; unknown where its step record was dropped."""
 ITEM_KINDS = ("mark", "step", "request")
 """What travels through the trace pipeline's queue."""
 
@@ -101,6 +103,31 @@ EMITTED_TOKENS = Family(
     "tiercel:spec_decode_emitted_tokens_total",
     Kind.COUNTER,
     "Tokens that rounds delivered, after any stop; the first token, which prefill gives, is left out.",
+)
+DRAFTER_ROUNDS = Family(
+    "tiercel:spec_decode_drafter_rounds_total",
+    Kind.COUNTER,
+    "Rounds by who drafted (by the first draft): layers, lookup (prompt lookup), plain (nobody); unknown: its step was dropped.",
+    ("drafter",),
+)
+DRAFTER_DRAFT_TOKENS = Family(
+    "tiercel:spec_decode_drafter_draft_tokens_total",
+    Kind.COUNTER,
+    "Draft tokens really proposed, by who drafted in that round.",
+    ("drafter",),
+)
+DRAFTER_ACCEPTED_TOKENS = Family(
+    "tiercel:spec_decode_drafter_accepted_tokens_total",
+    Kind.COUNTER,
+    "Correct drafts, by who drafted in that round.",
+    ("drafter",),
+)
+DEPTH_STEPS = Family(
+    "tiercel:spec_decode_depth_steps",
+    Kind.GAUGE,
+    "Depth table in force: MTP layers in use (K) up to so many requests at once (more: with any number), whether prompt lookup "
+    "drafts too, and which rule or file says so.",
+    ("requests", "lookup", "source"),
 )
 STAGE_SECONDS = Family(
     "tiercel:spec_decode_stage_seconds",

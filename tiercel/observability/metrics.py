@@ -5,11 +5,14 @@ when the request ends, from its record: counters equal the sums over responses, 
 way. Only histograms of steps and tokens lack dropped steps.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiercel.core.batch import ForwardMode, RequestRound, StepRecord
+from tiercel.core.depths import DepthTable
+from tiercel.core.request import SOURCE_NGRAM
 from tiercel.observability import metric_table as table
 from tiercel.observability.metric_store import MetricStore, Reading
 from tiercel.observability.metrics_server import MetricsServer
@@ -35,12 +38,14 @@ class EngineView:
         num_steps: drafts per round at most; each position has its series from the start.
         num_layers: MTP layers in use.
         load: asked at every scrape, on the scraper's thread.
+        depths: how many of them run at which load; None where there is no such choice.
     """
 
     method: str = "none"
     num_steps: int = 0
     num_layers: int = 0
     load: Callable[[], Load] = Load
+    depths: DepthTable | None = None
 
 
 @dataclass(slots=True)
@@ -125,10 +130,18 @@ class MetricsSink:
             declare(table.LAYER_SECONDS, (str(layer),))
         for reason in table.FINISH_REASONS:
             declare(table.REQUESTS, (reason,))
+        for drafter in table.DRAFTERS:
+            for family in (table.DRAFTER_ROUNDS, table.DRAFTER_DRAFT_TOKENS, table.DRAFTER_ACCEPTED_TOKENS):
+                declare(family, (drafter,))
 
     def _read_load(self) -> Iterable[Reading]:
         load = self._engine.load()
         yield table.ENGINE_INFO, (self._engine.method, str(self._engine.num_steps)), 1
+        if depths := self._engine.depths:
+            limited = [depth for depth in depths.depths if depth.requests is not None]
+            for depth in (*limited, depths.at(sys.maxsize)):
+                labels = (str(depth.requests or "more"), str(depth.lookup).lower(), str(depths.source))
+                yield table.DEPTH_STEPS, labels, depth.num_steps
         yield table.RUNNING, (), load.running
         yield table.WAITING, (), load.waiting
         yield table.KV_SLOTS_USED, (), load.kv_slots_used
@@ -147,7 +160,7 @@ class MetricsSink:
         counted.missing_rounds += range(counted.next_round, done.round)
         counted.next_round = done.round + 1
         counted.emitted += done.num_emitted_tokens
-        self._count(len(done.draft_token_ids), done.num_correct_drafts)
+        self._count(len(done.draft_token_ids), done.num_correct_drafts, _drafter(done))
         self.store.add(table.EMITTED_TOKENS, done.num_emitted_tokens)
         self.store.add(table.GENERATION_TOKENS, done.num_emitted_tokens)
         length = done.context_len + done.num_emitted_tokens
@@ -156,8 +169,11 @@ class MetricsSink:
             self.store.observe(table.INTER_TOKEN, (at_ns - counted.delivered_ns) / 1e9 / tokens, times=tokens)
         counted.length, counted.delivered_ns = length, at_ns
 
-    def _count(self, proposed: int, correct: int) -> None:
+    def _count(self, proposed: int, correct: int, drafter: str) -> None:
         add = self.store.add
+        add(table.DRAFTER_ROUNDS, labels=(drafter,))
+        add(table.DRAFTER_DRAFT_TOKENS, proposed, (drafter,))
+        add(table.DRAFTER_ACCEPTED_TOKENS, correct, (drafter,))
         add(table.ROUNDS)
         add(table.DRAFTS, proposed > 0)
         add(table.DRAFT_TOKENS, proposed)
@@ -170,8 +186,14 @@ class MetricsSink:
     def _make_up(self, counted: _Counted, record: RequestRecord) -> None:
         spec = record.spec
         for number in (*counted.missing_rounds, *range(counted.next_round, spec["num_spec_steps"])):
-            self._count(spec["per_step_drafted"][number], spec["per_step_accepted"][number])
+            self._count(spec["per_step_drafted"][number], spec["per_step_accepted"][number], "unknown")
         self.store.add(table.EMITTED_TOKENS, spec["num_emitted_tokens"] - counted.emitted)
         generated = counted.has_first_token + counted.emitted
         self.store.add(table.GENERATION_TOKENS, record.completion_tokens - generated)
         self.store.add(table.PROMPT_TOKENS, 0 if counted.has_first_token else record.prompt_tokens)
+
+
+def _drafter(done: RequestRound) -> str:
+    if not done.draft_layers:
+        return "plain"
+    return "lookup" if done.draft_layers[0] == SOURCE_NGRAM else "layers"
