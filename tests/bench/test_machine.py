@@ -1,10 +1,12 @@
 """The machine's description and limits."""
 
+import numpy as np
 import pytest
 
 from tiercel.bench import hardware
 from tiercel.bench.roofline import Roofline, Work, demands, measure
 from tiercel.engine.engine import LoadedTarget
+from tiercel.native.library import bound
 from tiercel.native.matrix import Format
 
 
@@ -27,14 +29,19 @@ def test_demands_count_every_matrix_of_a_step(toy_native: LoadedTarget) -> None:
 def test_measured_limits_are_plausible(
     toy_native: LoadedTarget, toy_modules: LoadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiercel.bench.roofline.SMALLEST_ARRAY", 1 << 20)
-    monkeypatch.setattr("tiercel.bench.roofline.last_level_cache_bytes", lambda: None)
     monkeypatch.setattr("tiercel.bench.roofline.TRIES", 2)
     found = measure(toy_native.model, 8, 1)
     assert found is not None
     assert 1e8 < found.bytes_per_s < 1e13
     assert 1e8 < found.operations_per_s < 1e14
     assert measure(toy_modules.model, 8, 1) is None  # PyTorch modules have no such limit to compare with
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_reading_reads_everything_once(threads: int) -> None:
+    words = np.arange(8 * 1001, dtype=np.uint64)
+    bound().tc_set_threads(threads)
+    assert bound().tc_read(words.ctypes.data, len(words)) == words.sum()
 
 
 @pytest.mark.parametrize("kind", [Format.Q4_0, Format.Q4_1, Format.Q8_0, Format.BF16])

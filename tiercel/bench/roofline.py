@@ -6,18 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from tiercel.bench.hardware import last_level_cache_bytes
 from tiercel.models.native_step import NativeTarget
 from tiercel.models.step import Target
+from tiercel.native.library import bound
 from tiercel.native.matrix import Blocks, Format, Matrix
 
 RESIDENT_ROWS, RESIDENT_COLUMNS, RESIDENT_INPUTS = 512, 1024, 32
 """A matrix and inputs that stay in a core's second-level cache: 320 KB in Q4_1."""
-SMALLEST_ARRAY = 256 << 20
 TRIES = 7
 
 
@@ -35,7 +33,7 @@ class Roofline:
     """Measured limits of the machine, and a model's demands.
 
     Args:
-        bytes_per_s: reading memory, every thread at it.
+        bytes_per_s: reading as many bytes as the weights have, every thread at it.
         operations_per_s: multiplications and additions of the CPU library on a cached matrix of the model's format.
         work: the model's.
     """
@@ -66,7 +64,7 @@ def measure(target: Target, bits: int, threads: int) -> Roofline | None:
     if not isinstance(target, NativeTarget):
         return None
     work = demands(target)
-    return Roofline(read_bandwidth(), matrix_throughput(work.format, bits, threads), work)
+    return Roofline(read_bandwidth(work.weight_bytes, threads), matrix_throughput(work.format, bits, threads), work)
 
 
 def demands(target: NativeTarget) -> Work:
@@ -80,11 +78,14 @@ def demands(target: NativeTarget) -> Work:
     )
 
 
-def read_bandwidth() -> float:
-    """Bytes per second of summing an array four times as large as the last cache, with PyTorch's threads; best of several."""
-    size = max(SMALLEST_ARRAY, 4 * (last_level_cache_bytes() or 0))
-    array = torch.ones(size // 4)
-    return size / _best_s(lambda: array.sum())
+def read_bandwidth(size: int, threads: int) -> float:
+    """Bytes per second of adding up an array of ``size`` bytes; best of several.
+
+    As large as what a step reads: where a large cache holds some of the weights from step to step, it holds as much of the array.
+    """
+    words = np.ones(max(size // 64, 1) * 8, np.uint64)
+    bound().tc_set_threads(threads)
+    return words.nbytes / _best_s(lambda: bound().tc_read(words.ctypes.data, len(words)))
 
 
 def matrix_throughput(kind: Format, bits: int, threads: int) -> float:

@@ -1,7 +1,7 @@
 """Finding and binding the CPU library (``csrc/tiercel.h`` describes every structure and function)."""
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -77,6 +77,7 @@ def library() -> ctypes.CDLL | None:
         return None
     found = ctypes.CDLL(str(PATH))
     for name, result, arguments in (
+        ("tc_read", c_uint64, (c_void_p, c_int64)),
         ("tc_isa", c_char_p, ()),
         ("tc_set_isa", c_int, (c_char_p,)),
         ("tc_set_threads", None, (c_int,)),

@@ -1,5 +1,6 @@
 // Packing, dequantisation, and the C interface.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <chrono>
 #include <cstring>
@@ -243,6 +244,28 @@ void tc_model_set_combine(tc_model *model, const float *enorm, const float *hnor
 void tc_model_set_head(tc_model *model, const float *norm, const tc_matrix *head) {
     model->norm = norm;
     model->head = head;
+}
+
+uint64_t tc_read(const uint64_t *words, int64_t count) {
+    std::lock_guard<std::mutex> guard(one_at_a_time);
+    std::atomic<uint64_t> total{0};
+    struct Context {
+        const uint64_t *words;
+        int64_t count;
+        std::atomic<uint64_t> &total;
+    } context{words, count, total};
+    team().run([](void *c, int thread, int threads) {
+        auto &it = *static_cast<Context *>(c);
+        uint64_t sums[8] = {};
+        const int64_t lines = it.count / 8, end = lines * (thread + 1) / threads;
+        for (int64_t line = lines * thread / threads; line < end; line++) {
+            const uint64_t *from = it.words + line * 8;
+            __builtin_prefetch(from + 1024);
+            for (int i = 0; i < 8; i++) sums[i] += from[i];
+        }
+        for (const uint64_t sum : sums) it.total += sum;
+    }, &context);
+    return total;
 }
 
 void tc_model_run(tc_model *model, const tc_step *step) {

@@ -66,6 +66,9 @@ typedef struct {
     int64_t *end_ns;                            // out [depth]: when each layer ended, on the monotonic clock
 } tc_chain;
 
+// Sum of `count` words, whole cache lines of them: what it takes is the time to read memory, every thread at it.
+uint64_t tc_read(const uint64_t *words, int64_t count);
+
 const char *tc_isa(void);                       // code path in use: "avx512vnni", "avx2" or "portable"
 int tc_set_isa(const char *name);               // 0, or -1 where this processor lacks it
 void tc_set_threads(int count);
