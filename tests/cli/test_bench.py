@@ -44,10 +44,10 @@ def test_latency(sizes: list[object]) -> None:
     for part in ("plain", "K=1", "K=3", "draft extend", "cores", "tiercel 0.1.0"):
         assert part in done.stdout
     found = read(sizes)
-    assert list(found["contenders"]) == ["plain", "K=1", "K=3"]
+    assert list(found["contenders"]) == ["plain", "lookup", "K=1", "K=3", "default"]
     assert found["settings"]["prompts"] == ["one", "three"]
     assert found["differing"] == []
-    assert len(found["samples"]) == 3 * 2 * 2
+    assert len(found["samples"]) == 5 * 2 * 2
     assert {s["tokens"] for s in found["samples"]} == {6}
     plain = found["contenders"]["plain"]
     assert plain["decode_ratio_to_plain"] == {"median": 1.0, "least": 1.0, "most": 1.0, "count": 2}
@@ -62,7 +62,9 @@ def test_throughput(sizes: list[object]) -> None:
     assert done.exit_code == 0, done.exception
     assert "total / plain" in done.stdout
     groups = read(sizes)["groups"]
-    assert [(g["concurrency"], g["contender"]) for g in groups] == [(1, "plain"), (1, "K=2"), (3, "plain"), (3, "K=2")]
+    assert [(g["concurrency"], g["contender"]) for g in groups] == [
+        (load, name) for load in (1, 3) for name in ("plain", "lookup", "K=2")
+    ]
     assert {s["tokens"] for s in read(sizes)["samples"]} == {6, 18}
 
 
@@ -123,13 +125,19 @@ def test_peers(smollm2: Path, fake_peers: Path, tmp_path: Path) -> None:
     for part in ("Tiercel K=1", "llama.cpp lookup", "roofline", "GB/s", "fake 2.0"):
         assert part in done.stdout
     found = json.loads(out.read_text())
-    assert list(found["contenders"]) == ["Tiercel plain", "Tiercel K=1", "llama.cpp plain", "llama.cpp lookup"]
+    ours = [f"Tiercel {name}" for name in ("plain", "lookup", "K=1", "default")]
+    assert list(found["contenders"]) == [*ours, "llama.cpp plain", "llama.cpp lookup"]
     assert list(found["ratios"]["Tiercel K=1"]) == ["Tiercel plain", "llama.cpp plain", "llama.cpp lookup"]
     assert found["versions"]["llama.cpp plain"] == "fake 2.0"
     assert found["best_way"]["llama.cpp"] in found["contenders"]
     assert found["contenders"]["Tiercel K=1"]["equal_leading_tokens"]["median"] == 5
     steps = found["roofline"]["steps"]
-    assert {name: step["rows"] for name, step in steps.items()} == {"Tiercel plain": 1, "Tiercel K=1": 2}
+    assert list(steps) == ours
+    for name, step in steps.items():
+        specs = [s["spec"] for s in found["samples"] if s["contender"] == name]
+        drafts, rounds = (sum(spec[key] for spec in specs) for key in ("num_draft_tokens", "num_spec_steps"))
+        assert step["rows"] == pytest.approx(1 + drafts / rounds)
+    assert steps["Tiercel plain"]["rows"] == 1
     for step in steps.values():
         assert 0 < step["fraction_reached"]["round"] < step["fraction_reached"]["target_forward"]
     assert plot.read_text().startswith("<svg")

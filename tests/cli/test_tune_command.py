@@ -98,7 +98,7 @@ def test_generate_drafts_as_tuned_and_says_so(folder: Path, sizes: list[object],
     assert tuned["depths"]["source"] == str(path)  # type: ignore[index]
     assert deepest(metrics("--no-tuned", "--ngram-match", 0)) != 2
     assert deepest(metrics("--num-steps", 1, "--ngram-match", 0)) == 1
-    by_rows = metrics("--max-verify-rows", 8, "--ngram-match", 0)
+    by_rows = metrics("--max-verify-rows", 8, "--ngram-match", 0, "--min-confidence", 0)
     assert deepest(by_rows) == 3
     assert by_rows["depths"]["source"] == "max_verify_rows=8"  # type: ignore[index]
     path.write_text("{")
@@ -119,7 +119,7 @@ def test_bench_throughput_measures_the_tuned_engine_when_asked(
     done = CliRunner().invoke(bench_app, arguments)
     assert done.exit_code == 0, done.exception
     groups = json.loads((tmp_path / "out.json").read_text())["groups"]
-    assert {group["contender"] for group in groups} == {"plain", "K by rule", "tuned"}
+    assert {group["contender"] for group in groups} == {"plain", "lookup", "default", "tuned"}
 
 
 @pytest.mark.parametrize(

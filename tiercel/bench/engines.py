@@ -1,4 +1,4 @@
-"""Our own contenders: plain decoding and multi-layer EAGLE at several depths, on one target in memory."""
+"""Our own contenders: plain decoding, prompt lookup, MTP layers at several depths, and the default, on one target in memory."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from tiercel.engine.llm import LLM
 from tiercel.models.mtp_checkpoint import resolve_draft
 from tiercel.speculative.tuned import TuneKey, read_tuned, tune_key
 
-PLAIN, BY_RULE, TUNED = "plain", "K by rule", "tuned"
+PLAIN, LOOKUP, DEFAULT, TUNED = "plain", "lookup", "default", "tuned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,22 @@ class Bench:
     target: LoadedTarget
 
     def open(self, stack: ExitStack, num_steps: int | None, trace: TraceConfig | None = None) -> LLM:
-        """An engine closed with ``stack``: plain for ``num_steps`` 0, else so many drafts at every load.
+        """An engine closed with ``stack``: plain for ``num_steps`` 0, else so many MTP layers alone, in every round.
 
         None drafts as engines do where nothing is tuned. What ``tiercel tune`` has measured here never counts: results are to be
         compared with those of other machines.
         """
         if num_steps == 0:
             return self.open_with(stack, SpecConfig(method="none"), trace)
-        depths = None if num_steps is None else DepthTable.fixed(num_steps)
-        spec = SpecConfig(draft=self.draft, num_steps=num_steps, depths=depths, tuned=False)
+        if num_steps is None:
+            return self.open_with(stack, SpecConfig(draft=self.draft, tuned=False), trace)
+        spec = SpecConfig(
+            draft=self.draft,
+            num_steps=num_steps,
+            depths=DepthTable.fixed(num_steps, lookup=False),
+            ngram_match=0,
+            min_confidence=0,
+        )
         return self.open_with(stack, spec, trace)
 
     def open_with(self, stack: ExitStack, spec: SpecConfig, trace: TraceConfig | None = None) -> LLM:
@@ -48,8 +55,10 @@ class Bench:
         return stack.enter_context(LLM(engine=self.engine, spec=spec, trace=trace, target=self.target))
 
     def contenders(self, stack: ExitStack, depths: Sequence[int | None]) -> list[TiercelContender]:
-        """Plain decoding, then multi-layer EAGLE at each depth, named by it."""
-        return [TiercelContender(_name(depth), self.open(stack, depth)) for depth in (0, *depths)]
+        """Plain decoding, prompt lookup alone, then MTP layers alone at each depth, named by it; None is the default engine."""
+        lookup = TiercelContender(LOOKUP, self.open_with(stack, SpecConfig(method="ngram")))
+        found = {depth: TiercelContender(_name(depth), self.open(stack, depth)) for depth in (0, *depths)}
+        return [found.pop(0), lookup, *found.values()]
 
     def with_room(self, prompts: Sequence[BenchPrompt], max_tokens: int) -> "Bench":
         """The same with KV slots for every request at once, so that none has to wait for another's."""
@@ -78,7 +87,7 @@ class Bench:
 
 
 def _name(num_steps: int | None) -> str:
-    return BY_RULE if num_steps is None else Depth(None, num_steps, lookup=False).drafter
+    return DEFAULT if num_steps is None else Depth(None, num_steps, lookup=False).drafter
 
 
 def open_bench(engine: EngineConfig, draft: str, depths: Sequence[int | None]) -> Bench:

@@ -31,6 +31,12 @@ def acceptance_length(samples: Sequence[Sample]) -> float:
     return 1 + correct / _rounds(samples)
 
 
+def rows_per_round(samples: Sequence[Sample]) -> float:
+    """Rows that one verify held for a request: its last token and its drafts."""
+    drafts: int = sum(_spec(s)["num_draft_tokens"] for s in samples)
+    return 1 + drafts / _rounds(samples)
+
+
 def summary(samples: Samples) -> dict[str, Any]:
     """By contender: speeds, milliseconds per round by stage, acceptance length, decoding speed against plain."""
     return {

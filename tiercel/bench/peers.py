@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tiercel.bench.engines import PLAIN
-from tiercel.bench.latency import round_ms, stage_ms
+from tiercel.bench.latency import round_ms, rows_per_round, stage_ms
 from tiercel.bench.roofline import Roofline
 from tiercel.bench.samples import SPEEDS, Sample, Samples, Spread, decode_tok_s
 
@@ -36,19 +36,20 @@ def own(samples: Samples) -> list[str]:
     return [name for name in samples.contenders if name.startswith(OWN)]
 
 
-def reached(samples: Samples, roofline: Roofline, depths: dict[str, int]) -> dict[str, Any]:
+def reached(samples: Samples, roofline: Roofline) -> dict[str, Any]:
     """The machine's limit beside what a step takes, for each of our contenders.
 
-    The limit is that of the target's own matrices over K + 1 rows (``depths`` gives K). ``target_forward`` is the verify stage
-    alone; ``round`` all that happens from one round to the next, MTP layers included.
+    The limit is that of the target's own matrices over as many rows as a round verified, on average. ``target_forward`` is the
+    verify stage alone; ``round`` all that happens from one round to the next, MTP layers included.
     """
     found = {}
-    for name, depth in depths.items():
-        limit = roofline.limit_ms(depth + 1)
+    for name in own(samples):
+        rows = rows_per_round(samples.of(name))
+        limit = roofline.limit_ms(rows)
         times = {"target_forward": stage_ms("verify"), "round": round_ms}
         medians = {what: samples.spread(name, measure).median for what, measure in times.items()}
         shares = {what: limit / ms for what, ms in medians.items()}
-        found[name] = {"rows": depth + 1, "limit_ms": limit, "median_ms": medians, "fraction_reached": shares}
+        found[name] = {"rows": rows, "limit_ms": limit, "median_ms": medians, "fraction_reached": shares}
     return roofline.to_json() | {"steps": found}
 
 

@@ -42,7 +42,7 @@ class Roofline:
     operations_per_s: float
     work: Work
 
-    def limit_ms(self, rows: int) -> float:
+    def limit_ms(self, rows: float) -> float:
         """No step of so many rows can be faster: the slower of reading the weights and multiplying with them."""
         reading = self.work.weight_bytes / self.bytes_per_s
         multiplying = rows * self.work.operations_per_row / self.operations_per_s

@@ -102,7 +102,11 @@ def run_groups(
 
 
 def summary(samples: Sequence[GroupSample]) -> list[dict[str, Any]]:
-    """By concurrency and contender: tokens per second of all requests, against plain, and what one request sees."""
+    """By concurrency and contender: tokens per second of all requests, against plain, and what one request sees.
+
+    The total runs to the last token of all, so it also holds how unequal the requests are: where drafts are right in one and
+    wrong in another, the last ones run with few others.
+    """
     groups: dict[tuple[int, str], dict[int, GroupSample]] = {}
     for sample in samples:
         groups.setdefault((sample.concurrency, sample.contender), {})[sample.run] = sample
@@ -116,6 +120,9 @@ def summary(samples: Sequence[GroupSample]) -> list[dict[str, Any]]:
             ),
             "first_token_ms": asdict(Spread.of(s.first_token_ms for s in runs.values())),
             "decode_tok_s": asdict(Spread.of(s.decode_tok_s for s in runs.values())),
+            "decode_ratio_to_plain": asdict(
+                Spread.of(s.decode_tok_s / groups[concurrency, PLAIN][run].decode_tok_s for run, s in runs.items())
+            ),
         }
         for (concurrency, contender), runs in groups.items()
     ]

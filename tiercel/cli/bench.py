@@ -54,13 +54,13 @@ def latency_command(
     threads: options.Threads = None,
     json_file: Json = None,
 ) -> None:
-    """One request at a time: plain decoding and each K; fails if their tokens differ."""
+    """One request at a time: plain decoding and every drafter; fails if their tokens differ."""
     check_writable(json_file)
     texts = chosen_texts(prompts, limit)
     engine = EngineConfig(model=model, num_threads=threads)
     with ExitStack() as stack, reporting() as report:
         bench, rows = open_with_prompts(stack, engine, draft, num_steps, texts)
-        samples = take_turns(bench.contenders(stack, num_steps), rows, max_tokens, runs, report)
+        samples = take_turns(bench.contenders(stack, [*num_steps, None]), rows, max_tokens, runs, report)
     different = latency.differing(samples)
     result = new_result("bench latency", engine, texts, max_tokens, runs) | {
         "contenders": latency.summary(samples),
@@ -80,7 +80,7 @@ def throughput_command(
     limit: Limit = None,
     concurrency: Annotated[list[int], typer.Option(min=1, help="Requests at once; repeatable.")] = [1, 4, 16],  # noqa: B006
     num_steps: Annotated[
-        int | None, typer.Option(min=1, help="Drafts per round (K) at every load; default: by rule.")
+        int | None, typer.Option(min=1, help="MTP layers (K) alone, at every load, instead of the default engine.")
     ] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Measure what `tiercel tune` has set, too.")] = False,
     max_tokens: Tokens = 128,
@@ -181,10 +181,9 @@ def peers_command(
     engine = EngineConfig(model=model, num_threads=threads)
     with ExitStack() as stack, reporting() as report:
         bench, rows = open_with_prompts(stack, engine, draft, num_steps, texts)
-        ours = bench.contenders(stack, num_steps)
+        ours = bench.contenders(stack, [*num_steps, None])
         for contender in ours:
             contender.name = peers.OWN + contender.name
-        depths = {contender.name: contender.llm.engine.worker.num_layers for contender in ours}
         report("measuring the machine's limits")
         limits = roofline.measure(bench.target.model, engine.activation_bits, torch.get_num_threads())
         path, workers = bench.target.checkpoint.path, torch.get_num_threads()
@@ -203,7 +202,7 @@ def peers_command(
         "contenders": peers.summary(samples),
         "ratios": peers.ratios(samples),
         "best_way": {one.title: peers.best_other(samples, one.title) for one in wanted},
-        "roofline": peers.reached(samples, limits, depths) if limits else None,
+        "roofline": peers.reached(samples, limits) if limits else None,
         "samples": _raw(samples),
     }
     show_result(tables.peers(result), result, json_file)

@@ -33,11 +33,19 @@ def latency(result: dict[str, Any]) -> list[RenderableType]:
 
 def throughput(result: dict[str, Any]) -> list[RenderableType]:
     """All requests together, then what one request sees."""
-    columns = ["requests", "contender", "total tok/s", "total / plain", "first token ms", "decode tok/s of one"]
+    columns = [
+        "requests",
+        "contender",
+        "total tok/s",
+        "total / plain",
+        "first token ms",
+        "decode tok/s of one",
+        "of one / plain",
+    ]
     table = _table("requests at once", columns, left=2)
     for row in result["groups"]:
         numbers = (show(row["total_tok_s"]), show(row["total_ratio_to_plain"], 2))
-        one = (show(row["first_token_ms"]), show(row["decode_tok_s"]))
+        one = (show(row["first_token_ms"]), show(row["decode_tok_s"]), show(row["decode_ratio_to_plain"], 2))
         table.add_row(str(row["concurrency"]), row["contender"], *numbers, *one)
     return [table]
 
@@ -99,7 +107,7 @@ def _roofline(found: dict[str, Any] | None) -> list[RenderableType]:
         cells = [f"{step['limit_ms']:.2f}"]
         for what, ms in step["median_ms"].items():
             cells += [f"{ms:.2f}", percent(step["fraction_reached"][what])]
-        table.add_row(name, str(step["rows"]), *cells)
+        table.add_row(name, f"{step['rows']:.2f}", *cells)
     line = (
         f"measured: reading {found['bytes_per_s'] / 1e9:.1f} GB/s, multiplying with {work['format']} in the cache "
         f"{found['operations_per_s'] / 1e9:.0f} G operations/s; a step reads {work['weight_bytes'] / 1e6:.1f} MB of weights, "
