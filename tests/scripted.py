@@ -1,7 +1,9 @@
 """A worker whose drafts are given, so that any accept pattern can be forced on a real target."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
+
+from opentelemetry.sdk.trace.export import SpanExporter
 
 from tiercel.core.batch import Batch
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
@@ -45,6 +47,7 @@ def scripted_engine(
     num_steps: int,
     config: EngineConfig | None = None,
     trace: TraceConfig | None = None,
+    exporters: Sequence[SpanExporter] = (),
 ) -> Engine:
     """An engine whose worker is scripted."""
 
@@ -54,7 +57,7 @@ def scripted_engine(
     before = registry.WORKERS["none"]
     registry.WORKERS["none"] = build
     try:
-        return Engine(config or EngineConfig(), SpecConfig(method="none"), trace or TraceConfig(), target)
+        return Engine(config or EngineConfig(), SpecConfig(method="none"), trace or TraceConfig(), target, exporters)
     finally:
         registry.WORKERS["none"] = before
 

@@ -101,7 +101,7 @@ def test_a_run_counted_by_hand() -> None:
         "prompt_tokens_total": {(): 4},
         "generation_tokens_total": {(): 6},
         "preemptions_total": {(): 1},
-        "requests_total": {("stop",): 0, ("length",): 1, ("abort",): 0, ("error",): 0},
+        "requests_total": {("stop",): 0, ("length",): 1, ("abort",): 0, ("timeout",): 0, ("error",): 0},
         "requests_running": {(): 2},
         "requests_waiting": {(): 1},
         "kv_slots": {(): 64},

@@ -34,17 +34,31 @@ def finished(engine: Engine, exporter: InMemorySpanExporter) -> list[ReadableSpa
     return list(exporter.get_finished_spans())
 
 
+@pytest.mark.parametrize("reason", ["abort", "timeout", "error"])
 @pytest.mark.parametrize("steps_before", range(6))
-def test_an_abort_in_any_phase_closes_one_root(toy_target: LoadedTarget, steps_before: int) -> None:
+def test_an_early_end_in_any_phase_closes_one_root(toy_target: LoadedTarget, steps_before: int, reason: str) -> None:
     exporter = InMemorySpanExporter()
     engine = engine_with(toy_target, exporter)
-    engine.add_request("a", PROMPT, GREEDY)
+    engine.add_request("a", PROMPT, GREEDY, timeout_s=1000)
     for _ in range(steps_before):
         engine.step()
-    engine.abort("a")
+    if reason == "abort":
+        engine.abort("a")
+    elif reason == "timeout":
+        engine._deadlines["a"] = 1
+        (output,) = engine.step()
+        assert output.record is not None
+        assert output.record.finish_reason == "timeout"
+        assert engine.has_work is False
+    else:
+        engine.scheduler.schedule = lambda: 1 / 0  # type: ignore[assignment, return-value]
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
     spans = finished(engine, exporter)
     (root,) = [s for s in spans if s.name.startswith("chat ")]
-    assert root.attributes["finish_reason"] == "abort"
+    assert root.attributes["finish_reason"] == reason
+    assert all(s.context.trace_id == root.context.trace_id for s in spans if s.name != "batch_step")
+    spans = [s for s in spans if s.name != "batch_step"]
     reached = {s.name for s in spans} - {root.name}
     phases = ["prefill_waiting", "prefill_forward", "decode_forward"]
     expected = phases[: 1 + (steps_before >= 1) + (steps_before >= 3)]
@@ -86,8 +100,10 @@ def test_the_callers_context_and_sampling_flag_are_kept(toy_target: LoadedTarget
     exporter = InMemorySpanExporter()
     engine = engine_with(toy_target, exporter)
     for i, flag in enumerate(("01", "00")):
-        engine.add_request(str(i), PROMPT, GREEDY, traceparent=f"00-{i + 1:032x}-{i + 7:016x}-{flag}")
-    engine.add_request("bad", PROMPT, GREEDY, traceparent="nonsense")
+        engine.add_request(
+            str(i), PROMPT, GREEDY, trace_headers={"Traceparent": f"00-{i + 1:032x}-{i + 7:016x}-{flag}"}
+        )
+    engine.add_request("bad", PROMPT, GREEDY, trace_headers={"traceparent": "nonsense"})
     while engine.has_work:
         engine.step()
     spans = finished(engine, exporter)
@@ -95,7 +111,7 @@ def test_the_callers_context_and_sampling_flag_are_kept(toy_target: LoadedTarget
     assert set(roots) == {"0", "bad"}
     assert (roots["0"].context.trace_id, roots["0"].parent.span_id) == (1, 7)
     assert roots["bad"].parent is None
-    assert {s.context.trace_id for s in spans} == {1, roots["bad"].context.trace_id}
+    assert {s.context.trace_id for s in spans if s.name != "batch_step"} == {1, roots["bad"].context.trace_id}
 
 
 def test_a_level_changed_at_run_time_counts_for_new_requests(toy_target: LoadedTarget) -> None:

@@ -72,6 +72,9 @@ def command(
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Collector, e.g. http://localhost:4317.")] = None,
     otlp_protocol: Annotated[str, typer.Option(help="grpc or http/protobuf.")] = "grpc",
     otlp_file: Annotated[Path | None, typer.Option(help="OTLP-JSON file for spans.")] = None,
+    trace_legacy_names: Annotated[
+        bool, typer.Option("--trace-legacy-names", help="Older gen_ai.* names on root spans as well.")
+    ] = False,
 ) -> None:
     """Answer one prompt (streamed) or a file of prompts (in continuous batches)."""
     if (prompt is None) == (prompts is None):
@@ -107,6 +110,7 @@ def command(
         otlp_endpoint=otlp_traces_endpoint,
         otlp_protocol=otlp_protocol,
         otlp_file=otlp_file,
+        trace_legacy_names=trace_legacy_names,
         trace_out=trace_out,
         records_out=records_out,
         records_max_mb=records_max_mb,

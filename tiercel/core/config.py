@@ -156,6 +156,8 @@ class TraceConfig:
         trace_out: Chrome/Perfetto JSON file, one track per request plus the engine's.
         records_out: folder for ``requests.jsonl`` and ``rounds.jsonl``.
         records_max_mb: a record file of so many megabytes (10**6 bytes) is followed by the next; None never begins another.
+        trace_legacy_names: give root spans the older ``gen_ai.*`` names beside the current ones, which dashboards made for vLLM
+            and SGLang query.
         metrics: count for Prometheus (``LLM.metrics_text``).
         metrics_port: show the metrics on this port of 127.0.0.1, too; 0 takes a free one.
         metrics_vllm_names: export families that vLLM has under its names as well.
@@ -172,6 +174,7 @@ class TraceConfig:
     trace_out: Path | None = None
     records_out: Path | None = None
     records_max_mb: int | None = None
+    trace_legacy_names: bool = False
     metrics: bool = False
     metrics_port: int | None = None
     metrics_vllm_names: bool = False
@@ -181,6 +184,8 @@ class TraceConfig:
         one_of("otlp_protocol", self.otlp_protocol, ("grpc", "http/protobuf"))
         if (self.otlp_endpoint or self.otlp_file) and not self.enable_trace:
             raise UserError("an OTLP endpoint or file is set but tracing is off: add --enable-trace")
+        if self.trace_legacy_names and not self.enable_trace:
+            raise UserError("trace_legacy_names is set but tracing is off: add --enable-trace")
         if self.records_max_mb is not None:
             at_least("records_max_mb", self.records_max_mb, 1)
             if self.records_out is None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
@@ -96,6 +96,7 @@ class Engine:
         self.max_model_len = _context_limit(config, checkpoint.description.max_position)
         self.scheduler = Scheduler(config, self.kv, worker.num_steps, self._preempted)
         self.requests: dict[str, Request] = {}
+        self._deadlines: dict[str, int] = {}  # of those that have one
         view = EngineView(worker.method, worker.num_steps, worker.num_layers, self.load, worker.depths)
         self.pipeline = open_pipeline(trace, model_name, exporters, view)
 
@@ -133,22 +134,34 @@ class Engine:
         request_id: str,
         prompt_token_ids: list[int],
         sampling: SamplingParams,
-        traceparent: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> Request:
         """Queue a request. Where the context cannot hold ``max_tokens`` more, the answer ends with reason ``length`` earlier.
 
+        Args:
+            request_id: unique among those that live.
+            prompt_token_ids: at least one.
+            sampling: how tokens are chosen.
+            trace_headers: W3C context of the caller (``traceparent``, ``tracestate``); a broken one begins a trace of its own.
+            timeout_s: seconds from now after which the next step ends it, with reason ``timeout`` and the tokens it has.
+
         Raises:
-            UserError: see ``check_request``.
+            UserError: see ``check_request``; or the time-out is not above 0.
         """
         self.check_request(request_id, prompt_token_ids)
+        if timeout_s is not None and not timeout_s > 0:
+            raise UserError(f"request {request_id}: timeout_s={timeout_s} is not allowed: give seconds above 0")
         room = self.max_model_len - len(prompt_token_ids)
         sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        stats = self.pipeline.new_time_stats(request_id, traceparent)
+        stats = self.pipeline.new_time_stats(request_id, trace_headers)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         eos = frozenset(self.checkpoint.description.eos_token_ids)
         req = Request(request_id, list(prompt_token_ids), sampling, seed, eos, stats)
         stats.set_wait_queue_entry_time()
         self.requests[request_id] = req
+        if timeout_s is not None:
+            self._deadlines[request_id] = stats.created_ns + round(timeout_s * 1e9)
         self.scheduler.add(req)
         return req
 
@@ -159,6 +172,10 @@ class Engine:
             return None
         req.finish_reason = FinishReason.ABORT
         return self._finish(req)
+
+    def trace_headers(self, req: Request) -> dict[str, str]:
+        """What carries a request's trace on; see ``TracePipeline.trace_headers``."""
+        return self.pipeline.trace_headers(_stats(req))
 
     def step(self) -> list[StepOutput]:
         """Play one step: prefill chunks, or one round.
@@ -186,8 +203,9 @@ class Engine:
 
     def _step(self) -> list[StepOutput]:
         start = perf_counter_ns()
+        outputs = self._end_overdue(start)
         batch = self.scheduler.schedule()
-        outputs = [StepOutput(r, [], [], self._finish(r)) for r in list(self.scheduler.admitted) if r.is_finished]
+        outputs += [StepOutput(r, [], [], self._finish(r)) for r in list(self.scheduler.admitted) if r.is_finished]
         if batch is None:
             return outputs
         if batch.mode is ForwardMode.EXTEND:
@@ -214,8 +232,17 @@ class Engine:
             outputs.append(StepOutput(req, req.output_token_ids[tail:], req.output_sources[tail:], finished))
         return outputs
 
+    def _end_overdue(self, now_ns: int) -> list[StepOutput]:
+        outputs = []
+        for request_id in [name for name, deadline in self._deadlines.items() if deadline <= now_ns]:
+            req = self.requests[request_id]
+            req.finish_reason = FinishReason.TIMEOUT
+            outputs.append(StepOutput(req, [], [], self._finish(req)))
+        return outputs
+
     def _finish(self, req: Request) -> RequestRecord:
         del self.requests[req.request_id]
+        self._deadlines.pop(req.request_id, None)
         self.scheduler.remove(req)
         self.worker.forget(req.request_id)
         stats = _stats(req)

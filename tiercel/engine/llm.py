@@ -1,6 +1,6 @@
 """The library's front door: ``LLM(...).generate(...)``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -66,6 +66,14 @@ class LLM:
         """Abort what runs; flush traces and records."""
         self.engine.close()
 
+    def set_trace_level(self, level: int) -> None:
+        """Switch tracing for requests that arrive from now on: 0 off, 1 important stages, 2 draft and verify, 3 everything.
+
+        Raises:
+            UserError: no such level, or tracing was not enabled at start.
+        """
+        self.engine.pipeline.set_trace_level(level)
+
     def metrics_text(self) -> str:
         """Everything counted so far in Prometheus' text format (docs/metrics.md).
 
@@ -95,6 +103,8 @@ class LLM:
         *,
         chat: bool = True,
         request_ids: Sequence[str] | None = None,
+        trace_headers: Sequence[Mapping[str, str] | None] | None = None,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts together, in continuous batches.
 
@@ -103,6 +113,8 @@ class LLM:
             sampling: one for all, or one per prompt.
             chat: put texts through the chat template (base models without one take them raw).
             request_ids: names for traces and records; counted up by default.
+            trace_headers: W3C context (``traceparent``, ``tracestate``) of each prompt's caller.
+            timeout_s: seconds after which a request ends with what it has, for reason ``timeout``.
 
         Returns:
             Results in the order of the prompts.
@@ -112,7 +124,9 @@ class LLM:
         """
         count = 1 if isinstance(prompts, str) else len(prompts)
         ids = self._request_ids(request_ids, count)
-        events = self.stream(prompts, sampling, chat=chat, request_ids=ids)
+        events = self.stream(
+            prompts, sampling, chat=chat, request_ids=ids, trace_headers=trace_headers, timeout_s=timeout_s
+        )
         done = {event.request_id: event.output for event in events if event.output}
         return [done[request_id] for request_id in ids]
 
@@ -123,6 +137,8 @@ class LLM:
         *,
         chat: bool = True,
         request_ids: Sequence[str] | None = None,
+        trace_headers: Sequence[Mapping[str, str] | None] | None = None,
+        timeout_s: float | None = None,
     ) -> Iterator[TokenEvent]:
         """As ``generate``, but token by token as they come; the last event of each request carries its result.
 
@@ -135,6 +151,9 @@ class LLM:
             )
         wishes = _one_each(SamplingParams() if sampling is None else sampling, len(listed))
         ids = self._request_ids(request_ids, len(listed))
+        headers = [None] * len(listed) if trace_headers is None else trace_headers
+        if len(headers) != len(listed):
+            raise UserError(f"{len(headers)} trace headers for {len(listed)} prompts: give one for each, or None")
         if self.engine.requests:
             raise UserError("another generate or stream call of this LLM is still running: finish or close it first")
         encoded = [self.encode(prompt, chat=chat) for prompt in listed]
@@ -142,18 +161,41 @@ class LLM:
             self.engine.check_request(request_id, token_ids)
         added: list[str] = []
         try:
-            for request_id, token_ids, wish in zip(ids, encoded, wishes, strict=True):
-                self.engine.add_request(request_id, token_ids, wish)
+            for request_id, token_ids, wish, header in zip(ids, encoded, wishes, headers, strict=True):
+                self.engine.add_request(request_id, token_ids, wish, header, timeout_s)
                 added.append(request_id)
             decoders = {request_id: StreamDecoder(self.tokenizer) for request_id in ids}
             texts: dict[str, list[str]] = {request_id: [] for request_id in ids}
             while self.engine.has_work:
                 for output in self.engine.step():
                     request_id = output.request.request_id
-                    yield from _events(output, decoders[request_id], texts[request_id], self.depths)
+                    yield from self._events(output, decoders[request_id], texts[request_id])
         finally:
             for request_id in added:
                 self.engine.abort(request_id)
+
+    def _events(self, output: StepOutput, decoder: StreamDecoder, pieces: list[str]) -> Iterator[TokenEvent]:
+        request_id = output.request.request_id
+        for token_id, source in zip(output.token_ids, output.sources, strict=True):
+            pieces.append(decoder.push(token_id))
+            yield TokenEvent(request_id, token_id, source, pieces[-1])
+        if output.record is not None:
+            pieces.append(decoder.finish())
+            yield TokenEvent(request_id, None, None, pieces[-1], self._result(output, "".join(pieces)))
+
+    def _result(self, output: StepOutput, text: str) -> RequestOutput:
+        req, record = output.request, output.record
+        assert record is not None
+        return RequestOutput(
+            request_id=req.request_id,
+            text=text,
+            token_ids=list(req.output_token_ids),
+            sources=list(req.output_sources),
+            finish_reason=record.finish_reason,
+            record=record,
+            depths=self.depths,
+            trace_headers=self.engine.trace_headers(req),
+        )
 
     def _request_ids(self, wanted: Sequence[str] | None, count: int) -> list[str]:
         if wanted is None:
@@ -174,29 +216,3 @@ def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -
     if len(sampling) != count:
         raise UserError(f"{len(sampling)} sampling parameters for {count} prompts: give one, or one for each")
     return sampling
-
-
-def _events(
-    output: StepOutput, decoder: StreamDecoder, pieces: list[str], depths: DepthTable | None
-) -> Iterator[TokenEvent]:
-    request_id = output.request.request_id
-    for token_id, source in zip(output.token_ids, output.sources, strict=True):
-        pieces.append(decoder.push(token_id))
-        yield TokenEvent(request_id, token_id, source, pieces[-1])
-    if output.record is not None:
-        pieces.append(decoder.finish())
-        yield TokenEvent(request_id, None, None, pieces[-1], _result(output, "".join(pieces), depths))
-
-
-def _result(output: StepOutput, text: str, depths: DepthTable | None) -> RequestOutput:
-    req, record = output.request, output.record
-    assert record is not None
-    return RequestOutput(
-        request_id=req.request_id,
-        text=text,
-        token_ids=list(req.output_token_ids),
-        sources=list(req.output_sources),
-        finish_reason=record.finish_reason,
-        record=record,
-        depths=depths,
-    )

@@ -1,6 +1,7 @@
 """What callers get: tokens as they come, and a request's whole result."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from tiercel.core.depths import DepthTable
@@ -33,7 +34,10 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request: its text, its tokens and where they came from, its record, and the depths in force."""
+    """A finished request: its text, its tokens and where they came from, its record, and the depths in force.
+
+    ``trace_headers`` carry its trace on (``traceparent``): its root span's where spans are made, else what the caller sent.
+    """
 
     request_id: str
     text: str
@@ -42,6 +46,7 @@ class RequestOutput:
     finish_reason: str
     record: RequestRecord
     depths: DepthTable | None = None
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
 
     def checked(self) -> Self:
         """Itself, for callers that have no use for a broken answer.
@@ -84,6 +89,7 @@ class RequestOutput:
             "error": self.record.error,
             "token_sources": self.sources,
             "speculative_decoding": self.record.spec,
+            "trace_headers": dict(self.trace_headers) or None,
             "depths": self.depths and {"source": str(self.depths.source), **self.depths.to_json()},
         }
         return {

@@ -6,7 +6,7 @@ request is never dropped. A sink that fails is counted and logged once, and the 
 What the engine calls, in a request's order::
 
     pipeline = open_pipeline(config, model)
-    stats = pipeline.new_time_stats(request_id, traceparent)  # at arrival
+    stats = pipeline.new_time_stats(request_id, headers)      # at arrival
     stats.set_wait_queue_entry_time()
     set_time_batch(reqs, "set_forward_entry_time")            # before an extend step; the first call counts
     pipeline.on_step(record)                                  # after each step, before the ends it brings
@@ -19,7 +19,7 @@ What the engine calls, in a request's order::
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
@@ -28,6 +28,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from tiercel.core.batch import StepRecord
 from tiercel.core.config import TraceConfig
+from tiercel.core.errors import UserError
 from tiercel.observability import metric_table as table
 from tiercel.observability.metric_store import Reading
 from tiercel.observability.metric_table import Family
@@ -35,7 +36,7 @@ from tiercel.observability.metrics import EngineView, MetricsSink
 from tiercel.observability.perfetto import PerfettoSink
 from tiercel.observability.records import RecordsSink, RequestRecord
 from tiercel.observability.req_time_stats import Mark, ReqTimeStats
-from tiercel.observability.spans import SpanSink
+from tiercel.observability.spans import SpanSink, headers_of
 from tiercel.observability.trace import CountingProvider, make_provider, set_global_trace_level
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class TracePipeline:
         capacity: items that may wait.
 
     ``dropped`` counts items that found the queue full, ``failed`` exceptions, both by kind. ``metrics`` is the sink that
-    counts for Prometheus, where there is one.
+    counts for Prometheus, ``spans`` the one that makes spans, where there are such.
     """
 
     def __init__(
@@ -87,14 +88,37 @@ class TracePipeline:
         self.dropped: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.metrics: MetricsSink | None = None
+        self.spans: SpanSink | None = None
         self._thread: threading.Thread | None = None
         if self._sinks:
             self._thread = threading.Thread(target=self._run, name="tiercel-trace", daemon=True)
             self._thread.start()
 
-    def new_time_stats(self, request_id: str, traceparent: str | None = None) -> ReqTimeStats:
-        """The hooks of a request that arrives now."""
-        return ReqTimeStats(request_id, self.on_mark, traceparent=traceparent)
+    def new_time_stats(self, request_id: str, trace_headers: Mapping[str, str] | None = None) -> ReqTimeStats:
+        """The hooks of a request that arrives now.
+
+        Its root span begins here, on the caller's thread: whoever calls on with the request needs its ids
+        (``trace_headers``). Everything else about spans is made on the exporter thread.
+        """
+        headers = {name.lower(): value for name, value in (trace_headers or {}).items()}
+        stats = ReqTimeStats(request_id, self.on_mark, trace_headers=headers)
+        if self.spans and stats.trace_level:
+            self.spans.begin(stats)
+        return stats
+
+    def trace_headers(self, stats: ReqTimeStats) -> dict[str, str]:
+        """The context to send on with calls made for a request: its root span's, else what came in."""
+        return dict(stats.trace_headers) if stats.root is None else headers_of(stats.root)
+
+    def set_trace_level(self, level: int) -> None:
+        """Switch tracing for requests that arrive from now on; at 0, those under way get no further stages either.
+
+        Raises:
+            UserError: no such level, or tracing was not enabled at start, so that there is nowhere to send spans.
+        """
+        if self.spans is None and level:
+            raise UserError(f"trace level {level} needs tracing enabled at start: add --enable-trace")
+        set_global_trace_level(level)
 
     def on_mark(self, mark: Mark) -> None:
         """Take a stage mark."""
@@ -216,6 +240,7 @@ def open_pipeline(
     mark_sinks: list[MarkSink] = []
     metrics: MetricsSink | None = None
     provider: CountingProvider | None = None
+    spans: SpanSink | None = None
     with ExitStack() as opened:
         if config.records_out:
             max_bytes = config.records_max_mb * 10**6 if config.records_max_mb else None
@@ -230,10 +255,12 @@ def open_pipeline(
             opened.callback(metrics.close)
         if config.enable_trace:
             provider = make_provider(config, exporters)
-            mark_sinks.append(SpanSink(provider, model))
+            spans = SpanSink(provider, model, legacy_names=config.trace_legacy_names)
+            mark_sinks.append(spans)
             set_global_trace_level(config.trace_level)
         opened.pop_all()  # all are open: from here on the pipeline closes them
     pipeline = TracePipeline(sinks, mark_sinks)
+    pipeline.spans = spans
     if metrics:
         pipeline.metrics = metrics
         metrics.store.readers.append(pipeline.readings)

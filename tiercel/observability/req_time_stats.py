@@ -3,7 +3,7 @@
 Names follow SGLang's ``observability/req_time_stats.py`` where it has one. Times are ``time.perf_counter_ns``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, Protocol
@@ -32,13 +32,15 @@ class ReqTimeStats:
         request_id: whose.
         emit: takes a mark to the pipeline; never blocks.
         trace_level: level in force for this request; fixed at arrival, so that a span tree is never half one level.
-        traceparent: W3C context that the caller sent, or None.
+        trace_headers: context that the caller sent, by lower-case header name (``traceparent``, ``tracestate``).
+        root: the request's root span where spans are made; nobody but the sink of spans looks inside.
     """
 
     request_id: str
     emit: Callable[[Mark], None]
     trace_level: int = field(default_factory=get_global_trace_level)
-    traceparent: str | None = None
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    root: Any = None
     created_ns: int = field(default_factory=perf_counter_ns)
     wait_queue_entry_ns: int | None = None
     forward_entry_ns: int | None = None

@@ -1,23 +1,25 @@
 """Spans of each request on the OpenTelemetry SDK, made on the exporter thread from marks and step records.
 
 Marks (the round's hooks) give the times, the step record gives what only the whole round knows. Every request closes exactly
-one root span, however it ended; a phase that was not reached has no span.
+one root span, however it ended; a phase that was not reached has no span. One step serves many requests: it is a span of its own,
+in a trace of its own, and each request's verification links to it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from opentelemetry import propagate
 from opentelemetry import trace as otel
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import SpanKind, Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
 from tiercel.core.batch import RequestRound, StepRecord
 from tiercel.core.request import FinishReason
 from tiercel.observability.records import RequestRecord
 from tiercel.observability.req_time_stats import Mark, ReqTimeStats
-from tiercel.observability.trace import to_epoch_ns
+from tiercel.observability.trace import BATCH_STEP, to_epoch_ns
 
 STAGE_LEVELS = {
     "prefill_waiting": 1,
@@ -29,6 +31,15 @@ STAGE_LEVELS = {
     "spec_draft_layer": 3,
 }
 """Lowest trace level at which a stage becomes a span."""
+STEP_LEVEL = STAGE_LEVELS["spec_verify"]
+"""Lowest trace level of a request whose steps become spans: those that link to them."""
+
+
+def headers_of(span: otel.Span) -> dict[str, str]:
+    """What carries a span's context on: ``traceparent`` and ``tracestate``, or as ``OTEL_PROPAGATORS`` says."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, otel.set_span_in_context(span, Context()))
+    return carrier
 
 
 @dataclass(slots=True)
@@ -50,12 +61,19 @@ class SpanSink:
     Args:
         provider: tracer provider, shut down by ``close``.
         model: model name in the root span's name.
+        legacy_names: see ``TraceConfig.trace_legacy_names``.
     """
 
-    def __init__(self, provider: TracerProvider, model: str) -> None:
-        self._provider, self._model = provider, model
+    def __init__(self, provider: TracerProvider, model: str, *, legacy_names: bool = False) -> None:
+        self._provider, self._model, self._legacy_names = provider, model, legacy_names
         self._tracer = provider.get_tracer("tiercel")
         self._open: dict[str, _OpenRequest] = {}
+
+    def begin(self, stats: ReqTimeStats) -> None:
+        """Begin a request's root span under the caller's context, if it sent one; never under the process's own."""
+        parent = propagate.extract(stats.trace_headers, Context())
+        name, start = f"chat {self._model}", to_epoch_ns(stats.created_ns)
+        stats.root = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=start)
 
     def on_mark(self, mark: Mark) -> None:
         for stats in mark.requests:
@@ -70,11 +88,15 @@ class SpanSink:
                 request.num_correct_drafts = mark.attrs["num_correct_drafts"]
 
     def on_step(self, record: StepRecord) -> None:
-        for done in record.rounds:
-            request = self._open.get(done.request_id)
-            if request is not None:
-                request.forget_before(record.draft_start_ns)
-                self._round(request, done, record)
+        traced = [(self._open[done.request_id], done) for done in record.rounds if done.request_id in self._open]
+        step = None
+        if any(
+            req.stats.trace_level >= STEP_LEVEL and req.root.get_span_context().trace_flags.sampled for req, _ in traced
+        ):
+            step = self._step(record)
+        for request, done in traced:
+            request.forget_before(record.draft_start_ns)
+            self._round(request, done, record, step)
 
     def on_request(self, record: RequestRecord, stats: ReqTimeStats) -> None:
         if stats.trace_level == 0:
@@ -87,6 +109,8 @@ class SpanSink:
         if request.decode:
             request.decode.end(end)
         request.root.set_attributes(_root_attributes(record))
+        if self._legacy_names:
+            request.root.set_attributes(_legacy_attributes(record, stats))
         if record.finish_reason == FinishReason.ERROR:
             request.root.set_status(Status(StatusCode.ERROR, record.error))
         request.root.end(end)
@@ -97,12 +121,9 @@ class SpanSink:
     def _request(self, stats: ReqTimeStats) -> _OpenRequest:
         request = self._open.get(stats.request_id)
         if request is None:
-            carrier = {"traceparent": stats.traceparent} if stats.traceparent else {}
-            parent = TraceContextTextMapPropagator().extract(carrier, Context())
-            root = self._tracer.start_span(
-                f"chat {self._model}", parent, SpanKind.SERVER, start_time=to_epoch_ns(stats.created_ns)
-            )
-            request = self._open[stats.request_id] = _OpenRequest(stats, root)
+            if stats.root is None:  # tracing was switched on between its arrival and now
+                self.begin(stats)
+            request = self._open[stats.request_id] = _OpenRequest(stats, stats.root)
         return request
 
     def _prefill(self, request: _OpenRequest, end: int) -> None:
@@ -114,7 +135,23 @@ class SpanSink:
             done = to_epoch_ns(stats.prefill_finished_ns) if stats.prefill_finished_ns else end
             self._span(request, "prefill_forward", to_epoch_ns(stats.forward_entry_ns), done, {})
 
-    def _round(self, request: _OpenRequest, done: RequestRound, record: StepRecord) -> None:
+    def _step(self, record: StepRecord) -> SpanContext:
+        attributes: dict[str, Any] = {
+            "tiercel.step": record.step,
+            "tiercel.batch_size": len(record.rounds),
+            "tiercel.num_waiting": record.num_waiting,
+            "tiercel.kv_slots_used": record.kv_slots_used,
+            "tiercel.clock": record.clock,
+            "tiercel.spec.method": record.method,
+            "tiercel.spec.num_draft_tokens": sum(len(done.draft_token_ids) for done in record.rounds),
+            "tiercel.spec.num_correct_drafts": sum(done.num_correct_drafts for done in record.rounds),
+        }
+        start, end = to_epoch_ns(record.start_ns), to_epoch_ns(record.end_ns)
+        span = self._tracer.start_span(BATCH_STEP, Context(), attributes=attributes, start_time=start)
+        span.end(end)
+        return span.get_span_context()
+
+    def _round(self, request: _OpenRequest, done: RequestRound, record: StepRecord, step: SpanContext | None) -> None:
         attributes = {
             "round": done.round,
             "num_draft_tokens": len(done.draft_token_ids),
@@ -124,35 +161,52 @@ class SpanSink:
         }
         self._decode(request, to_epoch_ns(record.draft_start_ns))
         extend_start = request.marks.get("spec_draft_extend_start")
-        self._stages(request, attributes, done.num_correct_drafts)
+        self._stages(request, attributes, done.num_correct_drafts, step)
         if extend_start is not None:
             for layer, end in enumerate(record.layer_end_ns):
                 start = record.layer_end_ns[layer - 1] if layer else extend_start
                 span = {"round": done.round, "tiercel.layer": layer}
                 self._span(request, "spec_draft_layer", to_epoch_ns(start), to_epoch_ns(end), span)
 
-    def _stages(self, request: _OpenRequest, attributes: dict[str, Any], num_correct_drafts: int | None) -> None:
+    def _stages(
+        self,
+        request: _OpenRequest,
+        attributes: dict[str, Any],
+        num_correct_drafts: int | None,
+        step: SpanContext | None = None,
+    ) -> None:
         for stage in ("spec_draft", "spec_verify", "spec_draft_extend"):
             start, end = request.marks.pop(f"{stage}_start", None), request.marks.pop(f"{stage}_end", None)
             if start is None or end is None or end < start:  # not reached, or a mark found the queue full
                 continue
-            own = dict(attributes)
-            if stage == "spec_verify" and num_correct_drafts is not None:
-                own |= {"num_correct_drafts": num_correct_drafts, "accepted_tokens": num_correct_drafts}
-            self._span(request, stage, to_epoch_ns(start), to_epoch_ns(end), own)
+            own, links = dict(attributes), []
+            if stage == "spec_verify":
+                links = [Link(step)] if step else []
+                if num_correct_drafts is not None:
+                    own |= {"num_correct_drafts": num_correct_drafts, "accepted_tokens": num_correct_drafts}
+            self._span(request, stage, to_epoch_ns(start), to_epoch_ns(end), own, links)
 
-    def _span(self, request: _OpenRequest, name: str, start: int, end: int, attributes: dict[str, Any]) -> None:
+    def _span(
+        self,
+        request: _OpenRequest,
+        name: str,
+        start: int,
+        end: int,
+        attributes: dict[str, Any],
+        links: Sequence[Link] = (),
+    ) -> None:
         if STAGE_LEVELS[name] > request.stats.trace_level:
             return
         parent = self._decode(request, start) if name.startswith("spec_") else request.root
-        span = self._tracer.start_span(name, otel.set_span_in_context(parent), attributes=attributes, start_time=start)
+        context = otel.set_span_in_context(parent, Context())
+        span = self._tracer.start_span(name, context, attributes=attributes, links=links, start_time=start)
         span.end(end)
 
     def _decode(self, request: _OpenRequest, first_round: int) -> otel.Span:
         if request.decode is None:
             begun = request.stats.prefill_finished_ns
             start = to_epoch_ns(begun) if begun else first_round
-            context = otel.set_span_in_context(request.root)
+            context = otel.set_span_in_context(request.root, Context())
             request.decode = self._tracer.start_span("decode_forward", context, start_time=start)
         return request.decode
 
@@ -187,7 +241,40 @@ def _root_attributes(record: RequestRecord) -> dict[str, Any]:
         attributes["gen_ai.response.time_to_first_chunk"] = record.time_to_first_token_ms / 1e3
     if spec["num_spec_steps"]:
         attributes["tiercel.spec.acceptance_length"] = spec["mean_acceptance_length"]
+        attributes["tiercel.spec.acceptance_rate"] = spec["draft_acceptance_rate"] or 0.0
         attributes["tiercel.spec.per_position_acceptance"] = spec["per_position_acceptance"]
+        for name, per_round in (("num_draft_tokens", "per_step_drafted"), ("num_correct_drafts", "per_step_accepted")):
+            counts = spec[per_round]
+            per_position = [sum(count > i for count in counts) for i in range(record.num_steps)]
+            attributes[f"tiercel.spec.{name}_per_position"] = per_position
     if record.finish_reason == FinishReason.ERROR:
         attributes["error.type"] = "engine_error"
+    return attributes
+
+
+def _legacy_attributes(record: RequestRecord, stats: ReqTimeStats) -> dict[str, Any]:
+    # Names of vLLM's and SGLang's request spans; latencies in seconds, of phases that were reached.
+    attributes: dict[str, Any] = {
+        "gen_ai.request.id": record.request_id,
+        "gen_ai.request.n": 1,
+        "gen_ai.usage.prompt_tokens": record.prompt_tokens,
+        "gen_ai.usage.completion_tokens": record.completion_tokens,
+        "gen_ai.latency.e2e": record.e2e_ms / 1e3,
+    }
+    queued, entered, first, end = (
+        stats.wait_queue_entry_ns,
+        stats.forward_entry_ns,
+        stats.prefill_finished_ns,
+        stats.completion_ns,
+    )
+    spans = {
+        "time_in_queue": (queued, entered),
+        "time_to_first_token": (stats.created_ns, first),
+        "time_in_model_prefill": (entered, first),
+        "time_in_model_decode": (first, end),
+        "time_in_model_inference": (entered, end),
+    }
+    for name, (start, stop) in spans.items():
+        if start is not None and stop is not None:
+            attributes[f"gen_ai.latency.{name}"] = (stop - start) / 1e9
     return attributes

@@ -33,6 +33,9 @@ SPAN_QUEUE_SIZE = 16384
 SPANS_PER_LINE = 512
 """Spans of one line of the OTLP file at most."""
 
+BATCH_STEP = "batch_step"
+"""Name of the spans that are not a request's: one for each step, which its requests link to."""
+
 _level = 0
 
 EPOCH_OFFSET_NS = time.time_ns() - time.perf_counter_ns()
@@ -159,7 +162,7 @@ class DirectProcessor(SpanProcessor):
             return
         self._spans.append(span)
         is_root = span.parent is None or span.parent.is_remote
-        if is_root or len(self._spans) >= SPANS_PER_LINE:
+        if (is_root and span.name != BATCH_STEP) or len(self._spans) >= SPANS_PER_LINE:
             self.force_flush()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
