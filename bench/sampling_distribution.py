@@ -19,7 +19,7 @@ import typer
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.models.step import best_ids
 from tiercel.speculative.sampling import GumbelNoise, RowSampling, choose, filtered_logits
-from tiercel.speculative.verify import accept_chain
+from tiercel.speculative.verify import accept
 
 VOCAB, BOUND = 4, 0.01
 TARGET = torch.tensor([[1.0, 0.2, -0.6, 0.5], [0.1, 1.3, 0.4, -1.0], [0.7, -0.4, 0.9, 0.2], [-0.8, 0.6, 0.3, 1.1]])
@@ -66,7 +66,7 @@ def measure(params: SamplingParams, trials: int) -> tuple[float, float]:
         now = chosen(TARGET[first].expand(len(here), VOCAB), here, noise)
         if_right = chosen(TARGET[drafts], after, noise)
         rounds = torch.stack((now, if_right), 1).tolist()
-        verdict = accept_chain([[d] for d in drafts.tolist()], rounds)
+        verdict = accept([[d] for d in drafts.tolist()], rounds)
         accepted += sum(verdict.num_correct_drafts_per_req_cpu)
         # Where the draft was wrong the bonus token is the first of the pair, and the next round makes the second.
         next_round = chosen(TARGET[now], after, noise).tolist()

@@ -59,7 +59,7 @@ def test_some_drafts_are_right_and_some_are_wrong(toy_target: LoadedTarget, toy_
     assert max(rounds) >= 2
 
 
-@pytest.fixture(params=sorted(WORKERS))
+@pytest.fixture(params=[*sorted(WORKERS), "multi-layer-eagle-tree"])
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -72,7 +72,9 @@ def level(request: pytest.FixtureRequest) -> int:
 def make_engine(
     method: str, target: LoadedTarget, draft: Path, trace: TraceConfig, exporter: InMemorySpanExporter | None = None
 ) -> Engine:
-    spec = SpecConfig(method=method, draft=str(draft), max_verify_rows=64, min_confidence=0)
+    topk = 2 if method.endswith("-tree") else 1
+    method = method.removesuffix("-tree")
+    spec = SpecConfig(method=method, topk=topk, draft=str(draft), max_verify_rows=64, min_confidence=0)
     return Engine(EngineConfig(max_prefill_tokens=16), spec, trace, target, [exporter] if exporter else [])
 
 
@@ -108,7 +110,7 @@ def test_output_equals_plain_decoding_with_tracing_off_and_on(
     assert {n: r.output_token_ids for n, r in reqs.items()} == {n: r.output_token_ids for n, r in plain.items()}
     for req in reqs.values():
         assert sum(req.spec.emitted) == len(req.output_token_ids) - 1
-        assert sum(req.spec.histogram(req.spec.max_proposed)) == req.spec.num_rounds
+        assert sum(req.spec.histogram(req.spec.max_depth)) == req.spec.num_rounds
         assert all(0 <= c <= p for p, c in zip(req.spec.proposed, req.spec.correct, strict=True))
 
 
@@ -156,7 +158,7 @@ def test_spans_of_every_round(method: str, level: int, toy_target: LoadedTarget,
         }  # fmt: skip
         assert len(found["spec_draft"]) == len(found["spec_verify"]) == (rounds if level >= 2 else 0)
         assert len(found["spec_draft_extend"]) == (rounds - 1 if level >= 3 else 0)
-        layers = 3 if method == "multi-layer-eagle" else 0
+        layers = 3 if method.startswith("multi-layer-eagle") else 0
         if level >= 3 and layers:
             assert len(found["spec_draft_layer"]) > 0
         else:

@@ -114,7 +114,7 @@ class HandMade:
             "num_preemptions": 0,
             "token_ids": tuple(ids),
             "token_sources": tuple(sources),
-            "spec": spec.to_metrics(max(3, spec.max_proposed), detailed=True),
+            "spec": spec.to_metrics(max(3, spec.max_depth), detailed=True),
         }
         self.sink.on_request(RequestRecord(**values | changes), SimpleNamespace())  # type: ignore[arg-type]
 

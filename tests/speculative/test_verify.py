@@ -1,6 +1,6 @@
 import pytest
 
-from tiercel.speculative.verify import accept_chain
+from tiercel.speculative.verify import accept
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ from tiercel.speculative.verify import accept_chain
     ],
 )
 def test_drafts_count_up_to_the_first_wrong_one(drafts: list[int], target: list[int], correct: int, bonus: int) -> None:
-    output = accept_chain([drafts], [target])
+    output = accept([drafts], [target])
     assert output.num_correct_drafts_per_req_cpu == [correct]
     assert output.bonus_token_ids == [bonus]
     assert output.draft_token_ids == [drafts]
 
 
 def test_requests_are_judged_one_by_one() -> None:
-    output = accept_chain([[1, 2], [], [7]], [[1, 5, 6], [8], [7, 9]])
+    output = accept([[1, 2], [], [7]], [[1, 5, 6], [8], [7, 9]])
     assert output.num_correct_drafts_per_req_cpu == [1, 0, 1]
     assert output.bonus_token_ids == [5, 8, 9]

@@ -34,6 +34,8 @@ def command(
         int | None, typer.Option(help="Drafts per round at most from prompt lookup; default: 7.")
     ] = None,
     min_confidence: options.MinConfidence = None,
+    topk: options.Topk = 1,
+    num_draft_tokens: options.NumDraftTokens = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
@@ -102,6 +104,8 @@ def command(
         ngram_match=ngram_match,
         ngram_tokens=ngram_tokens,
         min_confidence=min_confidence,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
         tuned=tuned,
     )
     trace = TraceConfig(

@@ -27,6 +27,15 @@ MinConfidence = Annotated[
         help="Deeper MTP layers draft while all drafts so far are right with this probability; default: 0.4 on a CPU, else 0.",
     ),
 ]
+Topk = Annotated[
+    int, typer.Option("--topk", help="Candidates after each draft of the MTP layers: above 1 they draft trees.")
+]
+NumDraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-draft-tokens", help="Drafts per round at most where they form trees; default: topk times --num-steps."
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Completion tokens at most.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
 Quantization = Annotated[

@@ -30,22 +30,26 @@ class SpecCounts:
 
     ``proposed[r]`` drafts were really proposed in round r, ``correct[r]`` of them were accepted (no bonus), and
     ``emitted[r]`` tokens reached the user (bonus included, after any stop or length cut).
-    Invariants: 0 <= correct <= proposed; 1 <= emitted <= correct + 1.
+    ``depths[r]`` positions were drafted for: as many as drafts in a chain, fewer in a tree.
+    Invariants: 0 <= correct <= depth <= proposed; 1 <= emitted <= correct + 1.
     """
 
     proposed: list[int] = field(default_factory=list)
     correct: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     stage_ns: StageTimes = field(default_factory=StageTimes)
+    depths: list[int] = field(default_factory=list)
 
-    def add_round(self, proposed: int, correct: int, emitted: int) -> None:
-        """Count one round.
+    def add_round(self, proposed: int, correct: int, emitted: int, depth: int | None = None) -> None:
+        """Count one round; ``depth`` is None for a chain.
 
         Raises:
             ValueError: the counts do not add up.
         """
-        if not (0 <= correct <= proposed and 1 <= emitted <= correct + 1):
-            raise ValueError(f"a round of {proposed=}, {correct=}, {emitted=} does not add up")
+        depth = proposed if depth is None else depth
+        if not (0 <= correct <= depth <= proposed and 1 <= emitted <= correct + 1):
+            raise ValueError(f"a round of {proposed=}, {correct=}, {emitted=}, {depth=} does not add up")
+        self.depths.append(depth)
         self.proposed.append(proposed)
         self.correct.append(correct)
         self.emitted.append(emitted)
@@ -55,6 +59,7 @@ class SpecCounts:
         self.proposed += other.proposed
         self.correct += other.correct
         self.emitted += other.emitted
+        self.depths += other.depths
         self.stage_ns.add(asdict(other.stage_ns))
 
     @property
@@ -62,9 +67,9 @@ class SpecCounts:
         return len(self.correct)
 
     @property
-    def max_proposed(self) -> int:
+    def max_depth(self) -> int:
         """Deepest draft of any round: the number of positions that can be reported."""
-        return max(self.proposed, default=0)
+        return max(self.depths, default=0)
 
     def acceptance_rate(self) -> float | None:
         """Σ correct / Σ proposed, in [0, 1]; None if nothing was proposed."""
@@ -93,10 +98,10 @@ class SpecCounts:
         return [sum(c > i for c in self.correct) / self.num_rounds for i in range(num_steps)]
 
     def conditional_acceptance(self, num_steps: int) -> list[float | None]:
-        """EAGLE's alpha: among rounds that proposed draft i and whose drafts before i were all correct."""
+        """EAGLE's alpha: among rounds that drafted for position i and whose drafts before i were all correct."""
         shares: list[float | None] = []
         for i in range(num_steps):
-            reached = [c for p, c in zip(self.proposed, self.correct, strict=True) if p > i and c >= i]
+            reached = [c for depth, c in zip(self.depths, self.correct, strict=True) if depth > i and c >= i]
             shares.append(sum(c > i for c in reached) / len(reached) if reached else None)
         return shares
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tiercel.core.request import Request
+from tiercel.core.tree import depth_of
 
 
 class ForwardMode(StrEnum):
@@ -31,12 +32,14 @@ class VerifyOutput:
     """What the target said about one round, on the host, request by request.
 
     ``num_correct_drafts_per_req_cpu[i]`` counts accepted drafts (no bonus); ``bonus_token_ids[i]`` is the target's token
-    after the last of them; ``draft_token_ids[i]`` are the drafts as they were proposed.
+    after the last of them; ``draft_token_ids[i]`` are the drafts as they were proposed, and
+    ``accepted[i]`` says which were right.
     """
 
     draft_token_ids: list[list[int]]
     num_correct_drafts_per_req_cpu: list[int]
     bonus_token_ids: list[int]
+    accepted: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,9 @@ class RequestRound:
     """One request's part in one round. ``born_step`` is the engine step whose draft extend made the drafts (None: there are
     none, or they were looked up in the round itself).
 
-    ``bonus_token_id`` is -1 where the target's logits were NaN; it is then not emitted.
+    Drafts that form a tree have ``draft_parents`` (see ``core.tree``); the accepted path comes first, so that the leading
+    ``num_correct_drafts`` are the correct ones in any case. ``bonus_token_id`` is -1 where the target's logits were NaN; it is
+    then not emitted.
     """
 
     request_id: str
@@ -56,6 +61,12 @@ class RequestRound:
     num_correct_drafts: int
     bonus_token_id: int
     num_emitted_tokens: int
+    draft_parents: tuple[int, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """Positions that the drafts reach: their number, unless they form a tree."""
+        return depth_of(self.draft_parents, len(self.draft_token_ids))
 
 
 @dataclass(frozen=True, slots=True)

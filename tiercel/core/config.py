@@ -97,6 +97,11 @@ class SpecConfig:
         depths: MTP layers and prompt lookup by number of requests at once. None takes what ``tiercel tune`` measured for this
             machine, model and draft, and where there is none, or ``num_steps`` or ``max_verify_rows`` is given, the rule of
             ``max_verify_rows``.
+        topk: candidates after each draft (SGLang's ``--speculative-eagle-topk``): above 1 the MTP layers draft trees of the
+            likeliest paths (needs ``exact_kv``). 1 drafts chains.
+        num_draft_tokens: drafts per round at most from the MTP layers; None stands for ``topk`` times the layers in use. In
+            chains it is the number of layers. SGLang's ``--speculative-num-draft-tokens`` counts the request's last token too:
+            one more.
         tuned: False leaves what ``tiercel tune`` measured out of it.
 
     Raises:
@@ -113,6 +118,8 @@ class SpecConfig:
     min_confidence: float | None = None
     depths: DepthTable | None = None
     tuned: bool = True
+    topk: int = 1
+    num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         one_of("spec method", self.method, SPEC_METHODS)
@@ -125,6 +132,8 @@ class SpecConfig:
                 at_least(name, getattr(self, name), minimum)
         if self.min_confidence is not None and not 0 <= self.min_confidence <= 1:
             raise UserError(f"min_confidence={self.min_confidence} is not allowed: give a number from 0 to 1")
+        at_least("topk", self.topk, 1)
+        self._check_tree()
         unused = {"none": ("num_steps", "ngram_match", "ngram_tokens", "depths"), "ngram": ("num_steps", "depths")}
         for name in unused.get(self.method, ()):
             if getattr(self, name):
@@ -132,6 +141,23 @@ class SpecConfig:
         if self.method == "ngram" and self.ngram_match == 0:
             raise UserError(
                 "ngram_match=0 leaves method 'ngram' nothing to draft from: give at least 1, or method 'none'"
+            )
+
+    def _check_tree(self) -> None:
+        if self.method != "multi-layer-eagle":
+            if self.topk > 1 or self.num_draft_tokens is not None:
+                raise UserError(f"topk and num_draft_tokens contradict method {self.method!r}: drop them")
+            return
+        if self.num_draft_tokens is not None:
+            at_least("num_draft_tokens", self.num_draft_tokens, 1)
+        if self.topk == 1 and self.num_draft_tokens not in (None, self.num_steps):
+            raise UserError(
+                f"num_draft_tokens={self.num_draft_tokens} contradicts topk=1, with which num_steps={self.num_steps} says "
+                "how many drafts there are: drop num_draft_tokens, or give topk of at least 2"
+            )
+        if self.topk > 1 and not self.exact_kv:
+            raise UserError(
+                f"topk={self.topk} contradicts exact_kv=False, which keeps a chain's rows: drop one of the two"
             )
 
     @property

@@ -94,7 +94,7 @@ class Engine:
     ) -> None:
         self.checkpoint, self.worker, self.kv, self.model_name = checkpoint, worker, worker.kv, model_name
         self.max_model_len = _context_limit(config, checkpoint.description.max_position)
-        self.scheduler = Scheduler(config, self.kv, worker.num_steps, self._preempted)
+        self.scheduler = Scheduler(config, self.kv, worker.num_steps, self._preempted, worker.num_draft_tokens)
         self.requests: dict[str, Request] = {}
         self._deadlines: dict[str, int] = {}  # of those that have one
         view = EngineView(worker.method, worker.num_steps, worker.num_layers, self.load, worker.depths)

@@ -19,13 +19,20 @@ class Scheduler:
     Args:
         config: limits.
         kv: the pool.
-        num_steps: drafts per round at most.
+        num_steps: positions drafted for per round at most.
         on_preempt: called with a request whose pages were taken back.
+        num_draft_tokens: drafts per round at most; more than ``num_steps`` where they form trees.
     """
 
     def __init__(
-        self, config: EngineConfig, kv: KvCacheManager, num_steps: int, on_preempt: Callable[[Request], None]
+        self,
+        config: EngineConfig,
+        kv: KvCacheManager,
+        num_steps: int,
+        on_preempt: Callable[[Request], None],
+        num_draft_tokens: int = 0,
     ) -> None:
+        self.extra_drafts = max(0, num_draft_tokens - num_steps)
         self.config, self.kv, self.num_steps, self.on_preempt = config, kv, num_steps, on_preempt
         self.waiting: deque[Request] = deque()
         self.admitted: list[Request] = []  # by arrival; prefilling or running
@@ -87,7 +94,7 @@ class Scheduler:
         while self.waiting and len(self.admitted) < self.config.max_batch_size:
             req = self.waiting[0]
             # Room for the first round too: otherwise a request could be admitted only to be preempted at once.
-            room = min(len(req.token_ids) + 1 + self.num_steps, self.kv.num_slots_total)
+            room = min(len(req.token_ids) + 1 + self.num_steps + self.extra_drafts, self.kv.num_slots_total)
             if not self.kv.can_reserve(req.request_id, room):
                 return
             self.kv.reserve(req.request_id, _extend_target(req))
@@ -103,7 +110,10 @@ class Scheduler:
 
     def _make_room(self, req: Request) -> bool:
         """Reserve the slots of ``req``'s round, taking pages from later arrivals; False if ``req`` itself had to yield."""
-        need = len(req.token_ids) + req.draft_depth(self.num_steps)
+        depth = req.draft_depth(self.num_steps)
+        need = len(req.token_ids) + depth
+        if depth and self.extra_drafts:  # a tree becomes as small as it must where the pool is all there is
+            need = max(need, min(need + self.extra_drafts, self.kv.num_slots_total))
         while not self.kv.can_reserve(req.request_id, need):
             victim = next(r for r in reversed(self.admitted) if not r.is_finished)
             if victim is req and self.admitted[0] is req:

@@ -1,5 +1,6 @@
 """Which rows one forward pass holds, and which cached positions each of them may see. Built once, used by every layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -15,11 +16,27 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive rows of one request: positions ``start .. end - 1``. ``slots[p]`` is the KV slot of position p."""
+    """Consecutive rows of one request: places ``start .. end - 1``. ``slots[p]`` is the KV slot of place p.
+
+    A place is a position, except for the last rows where they form a tree: ``paths[j]`` are the places of row ``base + j`` and of
+    the rows before it on its path (itself last), at positions ``base ..``; every row on a path sees all places below ``base``.
+    """
 
     start: int
     end: int
     slots: Tensor
+    paths: Sequence[Sequence[int]] = ()
+
+    @property
+    def base(self) -> int:
+        """First place that is no position by itself."""
+        return self.end - len(self.paths)
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of every row."""
+        base = self.base
+        return [*range(self.start, base), *(base + len(path) - 1 for path in self.paths)]
 
 
 class Rows:
@@ -38,7 +55,7 @@ class Rows:
     @cached_property
     def positions(self) -> Tensor:
         """Position of every row: int64 ``[rows]``."""
-        return integers([p for s in self.segments for p in range(s.start, s.end)], self.device)
+        return integers([p for s in self.segments for p in s.positions], self.device)
 
     @cached_property
     def firsts(self) -> Tensor:
@@ -51,9 +68,32 @@ class Rows:
         return integers([s.slots.data_ptr() for s in self.segments], CPU)
 
     @cached_property
+    def tree(self) -> "TreeTables | None":
+        """For recorded steps: who sees what, where rows form trees; None where none do."""
+        return TreeTables(self.segments) if any(s.paths for s in self.segments) else None
+
+    @cached_property
     def rectangle(self) -> "Rectangle":
         """The rows as a padded rectangle, for batched attention."""
         return Rectangle(self)
+
+
+class TreeTables:
+    """Slots along the paths of trees, int64 on the host.
+
+    ``bases[s]`` is the first position of segment s that depends on the row; ``tails`` (``[rows, width]``) holds the slots of a
+    row's path from there on, its own last.
+    """
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self.bases = integers([s.base for s in segments], CPU)
+        self.width = max(len(path) for s in segments for path in s.paths)
+        self.tails = torch.zeros(sum(s.end - s.start for s in segments), self.width, dtype=torch.int64)
+        first = 0
+        for s in segments:
+            for row, path in enumerate(s.paths, first + s.base - s.start):
+                self.tails[row, : len(path)] = s.slots[list(path)]
+            first += s.end - s.start
 
 
 class Rectangle:
@@ -70,7 +110,12 @@ class Rectangle:
         self.write_slots = torch.cat([s.slots[s.start : s.end] for s in segments]).to(rows.device)
         self.context = torch.stack([_padded(s.slots[: s.end], longest) for s in segments]).to(rows.device)
         positions = torch.stack([_padded(torch.arange(s.start, s.end), width) for s in segments])
-        self.mask = (torch.arange(longest) <= positions[:, :, None]).to(rows.device)
+        mask = torch.arange(longest) <= positions[:, :, None]
+        for s, seen in zip(segments, mask, strict=True):
+            for row, path in enumerate(s.paths, s.base - s.start):
+                seen[row, s.base :] = False
+                seen[row, list(path)] = True
+        self.mask = mask.to(rows.device)
         self.is_ragged = any(count != width for count in counts)
         if self.is_ragged:
             firsts = torch.tensor([0, *counts[:-1]]).cumsum(0)

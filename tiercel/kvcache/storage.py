@@ -26,6 +26,11 @@ class KvStorage:
         self.keys.index_copy_(1, slots, self._held(keys))
         self.values.index_copy_(1, slots, self._held(values))
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy what lies at slots ``source`` to slots ``target`` (int64 ``[slots]`` each), as it is."""
+        for held in (self.keys, self.values):
+            held.index_copy_(1, target, held.index_select(1, source))
+
     def _held(self, rows: Tensor) -> Tensor:
         # Beyond its range float16 holds its largest number, as the CPU library has it.
         limit = torch.finfo(self.keys.dtype).max

@@ -38,7 +38,7 @@ class NativeStep:
 
     def run(self, step: StepInput, storages: list[KvStorage]) -> StepOutput:
         """See ``StepModel``."""
-        rows, wanted = step.rows, step.wanted
+        rows, wanted, tree = step.rows, step.wanted, step.rows.tree
         hidden = torch.empty(rows.num_rows, self.model.shape.hidden)
         best = torch.empty(wanted.shape[0], dtype=torch.int64)
         logits = torch.empty(wanted.shape[0], self.model.head.rows) if step.with_logits else None
@@ -53,6 +53,9 @@ class NativeStep:
             segments=len(rows.segments),
             segment_rows=rows.firsts.data_ptr(),
             slots=rows.slot_addresses.data_ptr(),
+            bases=None if tree is None else tree.bases.data_ptr(),
+            tails=None if tree is None else tree.tails.data_ptr(),
+            tail_width=0 if tree is None else tree.width,
             pool=storages[0].keys.shape[1],
             keys=keys.data_ptr(),
             values=values.data_ptr(),

@@ -160,7 +160,7 @@ class MetricsSink:
         counted.missing_rounds += range(counted.next_round, done.round)
         counted.next_round = done.round + 1
         counted.emitted += done.num_emitted_tokens
-        self._count(len(done.draft_token_ids), done.num_correct_drafts, _drafter(done))
+        self._count(len(done.draft_token_ids), done.num_correct_drafts, _drafter(done), done.depth)
         self.store.add(table.EMITTED_TOKENS, done.num_emitted_tokens)
         self.store.add(table.GENERATION_TOKENS, done.num_emitted_tokens)
         length = done.context_len + done.num_emitted_tokens
@@ -169,7 +169,7 @@ class MetricsSink:
             self.store.observe(table.INTER_TOKEN, (at_ns - counted.delivered_ns) / 1e9 / tokens, times=tokens)
         counted.length, counted.delivered_ns = length, at_ns
 
-    def _count(self, proposed: int, correct: int, drafter: str) -> None:
+    def _count(self, proposed: int, correct: int, drafter: str, depth: int) -> None:
         add = self.store.add
         add(table.DRAFTER_ROUNDS, labels=(drafter,))
         add(table.DRAFTER_DRAFT_TOKENS, proposed, (drafter,))
@@ -180,13 +180,14 @@ class MetricsSink:
         add(table.ACCEPTED_TOKENS, correct)
         for position in range(correct):
             add(table.ACCEPTED_PER_POS, labels=(str(position),))
-        for position in range(min(correct + 1, proposed)):
+        for position in range(min(correct + 1, depth)):
             add(table.REACHED_PER_POS, labels=(str(position),))
 
     def _make_up(self, counted: _Counted, record: RequestRecord) -> None:
         spec = record.spec
         for number in (*counted.missing_rounds, *range(counted.next_round, spec["num_spec_steps"])):
-            self._count(spec["per_step_drafted"][number], spec["per_step_accepted"][number], "unknown")
+            drafted = spec["per_step_drafted"][number]
+            self._count(drafted, spec["per_step_accepted"][number], "unknown", min(drafted, record.num_steps))
         self.store.add(table.EMITTED_TOKENS, spec["num_emitted_tokens"] - counted.emitted)
         generated = counted.has_first_token + counted.emitted
         self.store.add(table.GENERATION_TOKENS, record.completion_tokens - generated)

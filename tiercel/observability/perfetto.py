@@ -72,6 +72,8 @@ class PerfettoSink:
             "emitted": done.num_emitted_tokens,
             "context": done.context_len,
         }
+        if done.draft_parents:
+            args["parents"] = list(done.draft_parents)
         end = record.draft_extend_end_ns
         self._slice(
             track,

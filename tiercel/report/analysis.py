@@ -128,9 +128,9 @@ def _spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def _positions(counts: SpecCounts) -> list[Position]:
-    depth = counts.max_proposed
+    depth = counts.max_depth
     shares = zip(counts.position_acceptance(depth), counts.conditional_acceptance(depth), strict=True)
-    pairs = list(zip(counts.proposed, counts.correct, strict=True))
+    pairs = list(zip(counts.depths, counts.correct, strict=True))
     return [
         Position(
             position=i,
@@ -164,9 +164,9 @@ def _layer_acceptance(rounds: Sequence[RoundFacts]) -> list[float]:
     counts = SpecCounts()
     for facts in rounds:
         if facts.source is not None and facts.source >= 0:
-            counts.add_round(facts.proposed, facts.correct, facts.emitted)
+            counts.add_round(facts.proposed, facts.correct, facts.emitted, facts.depth)
     found: list[float] = []
-    for share in counts.conditional_acceptance(counts.max_proposed):
+    for share in counts.conditional_acceptance(counts.max_depth):
         if share is None:
             break
         found.append(share)
@@ -207,7 +207,7 @@ def _slice(
 ) -> Slice:
     counts = SpecCounts()
     for facts in group:
-        counts.add_round(facts.proposed, facts.correct, facts.emitted)
+        counts.add_round(facts.proposed, facts.correct, facts.emitted, facts.depth)
     return Slice(
         first=first,
         last=last,

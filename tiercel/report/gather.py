@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from tiercel.core.acceptance import SpecCounts
 from tiercel.core.batch import ForwardMode, RequestRound, StepRecord
 from tiercel.core.errors import UserError
+from tiercel.core.tree import parent_of
 from tiercel.observability.record_files import REQUESTS, ROUNDS, OnTruncated, record_files
 from tiercel.observability.records import RequestRecord, holds_requests, read_requests, read_rounds
 
@@ -41,7 +42,9 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class RoundFacts:
-    """One request's round: its step (an index), context and counts; ``source`` is that of its first draft."""
+    """One request's round: its step (an index), context and counts; ``source`` is that of its first draft,
+    ``depth`` the positions that were drafted for.
+    """
 
     step: int
     context_len: int
@@ -49,6 +52,7 @@ class RoundFacts:
     correct: int
     emitted: int
     source: int | None
+    depth: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +180,25 @@ def _take_step(found: Gathered, record: StepRecord, folder: Path, end_s: float) 
 def _common_depth(rounds: Sequence[RequestRound]) -> int | None:
     depths = {len(part.draft_token_ids) for part in rounds}
     from_layers = all(layer >= 0 for part in rounds for layer in part.draft_layers)
-    return depths.pop() if len(depths) == 1 and from_layers else None
+    chains = not any(part.draft_parents for part in rounds)
+    return depths.pop() if len(depths) == 1 and from_layers and chains else None
 
 
 def _take_round(found: Gathered, record: StepRecord, part: RequestRound) -> None:
     proposed, correct, emitted = len(part.draft_token_ids), part.num_correct_drafts, part.num_emitted_tokens
     try:
-        found.counts.add_round(proposed, correct, emitted)
+        found.counts.add_round(proposed, correct, emitted, part.depth)
     except ValueError as error:
         raise UserError(f"step {record.step}, request {part.request_id}: {error}; the records are damaged") from error
     source = part.draft_layers[0] if part.draft_layers else None
-    found.rounds.append(RoundFacts(len(found.steps) - 1, part.context_len, proposed, correct, emitted, source))
-    for position, layer in enumerate(part.draft_layers):
+    found.rounds.append(
+        RoundFacts(len(found.steps) - 1, part.context_len, proposed, correct, emitted, source, part.depth)
+    )
+    for draft, layer in enumerate(part.draft_layers):
         drafter = found.drafters.setdefault(layer, Counter())
         drafter["proposed"] += 1
-        drafter["reached"] += correct >= position
-        drafter["correct"] += correct > position
+        drafter["reached"] += parent_of(part.draft_parents, draft) < correct
+        drafter["correct"] += draft < correct
 
 
 def _walk_requests(found: Gathered, files: list[Path], on_truncated: OnTruncated | None) -> None:

@@ -1,6 +1,7 @@
 """The round. One base class owns it, hooks included; a worker only supplies its parts."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import ClassVar, final
@@ -18,27 +19,34 @@ from tiercel.core.batch import (
 )
 from tiercel.core.depths import DepthTable
 from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL, FinishReason, Request
+from tiercel.core.tree import depth_of
 from tiercel.device.parallel import SINGLE, TensorParallelGroup, draft_tp_context, speculative_moe_backend_context
 from tiercel.device.placement import integers
 from tiercel.observability.req_time_stats import set_time_batch
 from tiercel.observability.trace import get_global_tracing_enabled
 from tiercel.speculative.target_runner import LogitsOutput, TargetRunner
-from tiercel.speculative.verify import accept_chain
+from tiercel.speculative.verify import accept
 
 NAN_LOGITS = "the model's logits hold NaN for this request; check the weights, or use --dtype float32"
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyInput:
-    """A chain of drafts per request, ready to be verified.
+    """A chain or tree of drafts per request, ready to be verified.
 
     ``draft_token_ids[i]`` (host) are the drafts of request i, ``draft_layers[i]`` the MTP layer behind each (or
-    ``SOURCE_NGRAM``), and ``born_steps[i]`` the engine step whose draft extend made them (None: none did).
+    ``SOURCE_NGRAM``), and ``born_steps[i]`` the engine step whose draft extend made them (None: none did). ``draft_parents[i]``
+    is their tree (``core.tree``); left out where all are chains.
     """
 
     draft_token_ids: list[list[int]]
     draft_layers: list[tuple[int, ...]]
     born_steps: list[int | None]
+    draft_parents: Sequence[Sequence[int]] = ()
+
+    def tree(self, request: int) -> Sequence[int]:
+        """The tree of one request's drafts, ``()`` for a chain."""
+        return self.draft_parents[request] if self.draft_parents else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,9 @@ class SpecWorker(ABC):
     """Draft → verify → draft extend, for a batch of requests.
 
     Subclasses name their ``method`` and implement ``draft``, ``draft_extend`` and ``forget``.
-    ``forward_batch_generation`` is final: a worker cannot forget the hooks. ``num_steps`` are the drafts per round at most,
-    ``num_layers`` the MTP layers in use, ``depths`` how many of them run at which load (None: the method has no such choice).
+    ``forward_batch_generation`` is final: a worker cannot forget the hooks. ``num_steps`` are the positions drafted for per round
+    at most, ``num_draft_tokens`` the drafts (more only where they form trees), ``num_layers`` the MTP layers in use, ``depths``
+    how many of them run at which load (None: the method has no such choice).
     """
 
     method: ClassVar[str]
@@ -68,6 +77,7 @@ class SpecWorker(ABC):
 
     def __init__(self, target: TargetRunner, num_steps: int, draft_tp_group: TensorParallelGroup = SINGLE) -> None:
         self.target, self.num_steps, self.draft_tp_group = target, num_steps, draft_tp_group
+        self.num_draft_tokens = num_steps
         self.kv = target.kv
         self.step = 0
 
@@ -124,8 +134,9 @@ class SpecWorker(ABC):
             for req, correct in zip(reqs, verify_output.num_correct_drafts_per_req_cpu, strict=True):
                 req.time_stats.set_spec_verify_end_time(record.verify_end_ns, num_correct_drafts=correct)
 
+        hidden = self._keep_paths(reqs, starts, verify_output.accepted, logits_output.hidden)
         num_emitted = self._commit(reqs, verify_input, verify_output, record)
-        self._draft_extend(computed_rows(reqs, starts, logits_output.hidden), record, traced=True)
+        self._draft_extend(computed_rows(reqs, starts, hidden), record, traced=True)
         correct_drafts = verify_output.num_correct_drafts_per_req_cpu
         return GenerationBatchResult(num_emitted, correct_drafts, can_run_graph, record)
 
@@ -155,21 +166,43 @@ class SpecWorker(ABC):
         drafts = verify_input.draft_token_ids
         tokens = [t for req, chain in zip(batch.reqs, drafts, strict=True) for t in (req.token_ids[-1], *chain)]
         ends = [len(req.token_ids) + len(chain) for req, chain in zip(batch.reqs, drafts, strict=True)]
-        output = self.target.forward(batch.reqs, self._on_device(tokens), ends, [len(chain) + 1 for chain in drafts])
-        return output, accept_chain(drafts, output.token_ids), self.target.can_run_graph
+        parents = verify_input.draft_parents
+        counts = [len(chain) + 1 for chain in drafts]
+        output = self.target.forward(batch.reqs, self._on_device(tokens), ends, counts, parents)
+        return output, accept(drafts, output.token_ids, parents), self.target.can_run_graph
+
+    def _keep_paths(
+        self, reqs: list[Request], starts: list[int], accepted: list[list[int]], hidden: list[Tensor]
+    ) -> list[Tensor]:
+        """Where accepted drafts are not the first of their tree, move their KV and hidden states to where a chain has them."""
+        moves, kept = [], []
+        for req, start, path, rows in zip(reqs, starts, accepted, hidden, strict=True):
+            if path == list(range(len(path))):
+                kept.append(rows)
+                continue
+            base = start + 1
+            moves.append(
+                (self.kv.slots(req.request_id), [base + d for d in path], [base + i for i in range(len(path))])
+            )
+            kept.append(rows[self._on_device([0, *(1 + d for d in path)])])
+        self.target.keep_paths(moves)
+        return kept
 
     def _commit(self, reqs: list[Request], sent: VerifyInput, said: VerifyOutput, record: StepRecord) -> list[int]:
         num_emitted = []
         for i, req in enumerate(reqs):
             correct, bonus = said.num_correct_drafts_per_req_cpu[i], said.bonus_token_ids[i]
             drafts, layers, context_len = sent.draft_token_ids[i], sent.draft_layers[i], len(req.token_ids)
+            parents = sent.tree(i)
+            if parents:
+                drafts, layers, parents = _path_first(said.accepted[i], drafts, layers, parents)
             req.num_computed += correct + 1
             self.kv.commit(req.request_id, req.num_computed)
             self.kv.rollback(req.request_id)
             emitted = deliver(req, [*drafts[:correct], bonus], [*layers[:correct], SOURCE_BONUS])
             num_emitted.append(emitted)
             if emitted:
-                req.spec.add_round(len(drafts), correct, emitted)
+                req.spec.add_round(len(drafts), correct, emitted, depth_of(parents, len(drafts)))
                 record.rounds.append(
                     RequestRound(
                         request_id=req.request_id,
@@ -181,6 +214,7 @@ class SpecWorker(ABC):
                         num_correct_drafts=correct,
                         bonus_token_id=bonus,
                         num_emitted_tokens=emitted,
+                        draft_parents=tuple(parents),
                     )
                 )
         return num_emitted
@@ -206,6 +240,16 @@ class SpecWorker(ABC):
 
     def _on_device(self, token_ids: list[int]) -> Tensor:
         return integers(token_ids, self.target.placement.device)
+
+
+def _path_first(
+    path: list[int], drafts: list[int], layers: tuple[int, ...], parents: Sequence[int]
+) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+    """The same tree with its accepted path in front."""
+    order = [*path, *(j for j in range(len(drafts)) if j not in path)]
+    place = {-1: -1} | {draft: i for i, draft in enumerate(order)}
+    moved = tuple(place[parents[j]] for j in order)
+    return [drafts[j] for j in order], tuple(layers[j] for j in order), moved
 
 
 def deliver(req: Request, token_ids: list[int], sources: list[int]) -> int:

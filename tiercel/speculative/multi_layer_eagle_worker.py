@@ -27,6 +27,8 @@ from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import DraftModel, DraftTokens, StepInput
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
+from tiercel.speculative.draft_tree import DraftTree
+from tiercel.speculative.mtp_tree import MtpTree, TreeRows, floor_of
 from tiercel.speculative.ngram import NOTHING, Continuation, NgramIndex
 from tiercel.speculative.sampling import RowSampling, choose, needs_logits
 from tiercel.speculative.target_runner import TargetRunner
@@ -67,7 +69,8 @@ class DraftState:
     ``ends[i]`` rows have been read by layer i; ``hidden`` holds what some layer has to read still, or again.
     ``drafts`` are the proposals made by engine step ``born_step``, on the host, and ``sources[j]`` is the layer that draft j came
     from, or ``SOURCE_NGRAM``. ``is_certain`` says that a lookup found them where much of the text agrees;
-    ``confidence`` is the first layer's probability of its latest draft.
+    ``confidence`` is the first layer's probability of its latest draft. ``tree`` holds the layers' proposals where they
+    draft trees.
     """
 
     hidden: KeptHidden
@@ -78,10 +81,12 @@ class DraftState:
     born_step: int = -1
     is_certain: bool = False
     confidence: float = 0.0
+    tree: DraftTree | None = None
 
     def propose(self, drafts: list[int], sources: Iterable[int], born_step: int, *, is_certain: bool = False) -> None:
         """Keep what the next round is to verify."""
         self.drafts, self.sources, self.born_step, self.is_certain = drafts, tuple(sources), born_step, is_certain
+        self.tree = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,9 @@ class MultiLayerEagleWorker(SpecWorker):
             long matches.
         depths: layers and prompt lookup by number of requests; None: as many layers as ``max_verify_rows`` has rows for. Layers
             that are left out go on later from hidden states kept for them, so drafts are the same as if they had run all along.
+        topk: candidates after each draft: above 1 the layers draft trees (needs ``exact_kv``).
+        num_draft_tokens: drafts in a tree at most; None: ``topk`` times ``num_layers``.
+        max_batch_size: requests at once at most (trees only).
     """
 
     method: ClassVar[str] = "multi-layer-eagle"
@@ -129,6 +137,9 @@ class MultiLayerEagleWorker(SpecWorker):
         exact_kv: bool = True,
         max_verify_rows: int = sys.maxsize,
         depths: DepthTable | None = None,
+        topk: int = 1,
+        num_draft_tokens: int | None = None,
+        max_batch_size: int = 1,
     ) -> None:
         (self.match, self.max_lookup), self.min_confidence = lookup, min_confidence
         super().__init__(target, max(num_layers, self.max_lookup))
@@ -136,9 +147,18 @@ class MultiLayerEagleWorker(SpecWorker):
         self.depths: DepthTable = depths or DepthTable.of_rows(max_verify_rows, num_layers)
         self.num_refed = num_layers - 1 if exact_kv and num_layers else 0
         self.states: dict[str, DraftState] = {}
+        self.tree: MtpTree | None = None
+        self.most_in_tree = num_draft_tokens or topk * num_layers
+        self.num_scratch = 0
+        if topk > 1 and num_layers:
+            self.num_draft_tokens = max(self.most_in_tree, self.max_lookup)
+            self.num_scratch = topk * num_layers
+            floor = floor_of(min_confidence)
+            self.tree = MtpTree(draft, target.noise, topk, floor, target.placement.device, self.now)
+        num_slots = self.kv.num_slots_total + self.num_scratch * max_batch_size
         body, placement = draft.description.body, target.placement
         self.storages = [
-            [KvStorage(self.kv.num_slots_total, body.num_kv_heads, body.head_dim, target.kv_dtype, placement.device)]
+            [KvStorage(num_slots, body.num_kv_heads, body.head_dim, target.kv_dtype, placement.device)]
             for _ in range(num_layers)
         ]
 
@@ -147,14 +167,30 @@ class MultiLayerEagleWorker(SpecWorker):
 
     def draft(self, batch: Batch) -> VerifyInput:
         """The drafts were made by the last draft extend; a request takes as many as it may still use."""
-        chains, layers, born = [], [], []
+        chains, layers, born, trees = [], [], [], []
         for req in batch.reqs:
             depth = req.draft_depth(self.num_steps)
             state = self.states[req.request_id] if depth else None
+            if state and state.tree:
+                drafts, positions, parents = self._worthwhile_tree(req, state.tree, depth, len(batch.reqs))
+                chains.append(drafts)
+                layers.append(positions)
+                born.append(state.born_step if drafts else None)
+                trees.append(parents)
+                continue
+            trees.append(())
             chains.append(self._worthwhile(state, len(batch.reqs))[:depth] if state else [])
             layers.append(state.sources[: len(chains[-1])] if state else ())
             born.append(state.born_step if state and chains[-1] else None)
-        return VerifyInput(chains, layers, born)
+        return VerifyInput(chains, layers, born, trees if any(trees) else ())
+
+    def _worthwhile_tree(
+        self, req: Request, tree: DraftTree, depth: int, num_requests: int
+    ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+        rows = max(0, self.max_verify_rows // num_requests - 1)
+        reserved = len(self.kv.slots(req.request_id)) - len(req.token_ids)
+        depth = min(depth, self.depths.at(num_requests).num_steps)
+        return tree.best(min(self.most_in_tree, rows, reserved), depth)
 
     def _worthwhile(self, state: DraftState, num_requests: int) -> list[int]:
         if SOURCE_NGRAM in state.sources:
@@ -182,7 +218,7 @@ class MultiLayerEagleWorker(SpecWorker):
         depth = max((req.draft_depth(depth_now.num_steps) for req, _ in waiting), default=0)
         if depth == 0:
             return []
-        if not self.min_confidence or depth == 1:
+        if not self.min_confidence or depth == 1 or self.tree:
             return self._propose(waiting, depth)
         ends = self._propose(waiting, 1)
         # Most first drafts are not sure enough for a second: the deeper layers wait, and catch up when one is.
@@ -192,6 +228,8 @@ class MultiLayerEagleWorker(SpecWorker):
     def _propose(self, alive: list[tuple[Request, DraftState]], depth: int) -> list[int]:
         """Run the first ``depth`` layers over what they have not read, and keep their drafts; when each layer ended."""
         pieces = [DraftRows(req, state, self._first_row(state, depth), req.num_computed) for req, state in alive]
+        if self.tree:
+            return self._propose_trees(self.tree, pieces, depth)
         drafts, confidence, ends = self._run(pieces, depth)
         for piece, proposed, sure in zip(pieces, drafts.t().tolist(), confidence.t().tolist(), strict=True):
             state = piece.state
@@ -201,6 +239,22 @@ class MultiLayerEagleWorker(SpecWorker):
             reach = [1.0, *accumulate(sure[:-1], operator.mul)]
             kept = sum(1 for share in reach if share >= self.min_confidence)
             state.propose(proposed[:kept], range(kept), self.step - 1)
+            state.hidden.forget_before(self._first_row(state, self.num_layers))
+        return ends
+
+    def _propose_trees(self, mtp: MtpTree, pieces: list[DraftRows], depth: int) -> list[int]:
+        first = self.kv.num_slots_total
+        trees = []
+        for index, p in enumerate(pieces):
+            scratch = torch.arange(self.num_scratch) + first + index * self.num_scratch
+            wish = RowSampling(p.req.sampling, p.req.seed, p.end + 1)
+            trees.append(TreeRows(p.req.token_ids, p.start, p.end, self.kv.slots(p.req.request_id), scratch, wish))
+        ends = mtp.grow(trees, depth, torch.cat([p.state.hidden.since(p.start) for p in pieces]), self.storages)
+        for piece, grown in zip(pieces, trees, strict=True):
+            state = piece.state
+            state.ends[:depth] = [piece.end] * depth
+            state.propose([], (), self.step - 1)
+            state.tree = grown.tree if grown.tree.tokens else None
             state.hidden.forget_before(self._first_row(state, self.num_layers))
         return ends
 

@@ -49,6 +49,9 @@ def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
         exact_kv=context.spec.exact_kv,
         max_verify_rows=_max_verify_rows(context),
         depths=_depths(context, folder, num_steps),
+        topk=context.spec.topk,
+        num_draft_tokens=context.spec.num_draft_tokens,
+        max_batch_size=context.engine.max_batch_size,
     )
 
 
@@ -85,7 +88,7 @@ def _depths(context: WorkerContext, draft: Path, num_steps: int) -> DepthTable |
 
 
 def _is_free(spec: SpecConfig) -> bool:
-    return spec.num_steps is None and spec.max_verify_rows is None
+    return spec.num_steps is None and spec.max_verify_rows is None and spec.topk == 1
 
 
 def _usual(context: WorkerContext) -> DepthTable | None:

@@ -1,5 +1,6 @@
 """Runs the target over rows of many requests at once, and lets it choose tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tiercel.core.request import Request
+from tiercel.core.tree import paths
 from tiercel.device.placement import Placement, integers
 from tiercel.kvcache.manager import KvCacheManager
 from tiercel.kvcache.rows import Rows, Segment
@@ -44,7 +46,14 @@ class TargetRunner:
         """Whether a forward replays a recorded program."""
         return self.model.is_graph
 
-    def forward(self, reqs: list[Request], token_ids: Tensor, ends: list[int], num_sampled: list[int]) -> LogitsOutput:
+    def forward(
+        self,
+        reqs: list[Request],
+        token_ids: Tensor,
+        ends: list[int],
+        num_sampled: list[int],
+        parents: Sequence[Sequence[int]] = (),
+    ) -> LogitsOutput:
         """Read rows ``num_computed .. end - 1`` of each request and choose tokens after the last ones.
 
         Args:
@@ -52,15 +61,18 @@ class TargetRunner:
             token_ids: int64 ``[rows]`` on the device, request after request.
             ends: end of each request's rows.
             num_sampled: how many of each request's last rows choose a token (0: none).
+            parents: the tree that each request's last rows form (see ``core.tree``), if one does; the row before is its root.
         """
         segments = [
-            Segment(r.num_computed, end, self.kv.slots(r.request_id)) for r, end in zip(reqs, ends, strict=True)
+            Segment(r.num_computed, end, self.kv.slots(r.request_id), _places(tree, end))
+            for r, end, tree in zip(reqs, ends, parents or [()] * len(reqs), strict=True)
         ]
         rows = Rows(segments, self.placement.device)
         how = [
-            RowSampling(req.sampling, req.seed, end - count + 1 + j)
-            for req, end, count in zip(reqs, ends, num_sampled, strict=True)
-            for j in range(count)
+            RowSampling(req.sampling, req.seed, position + 1)
+            for req, segment, count in zip(reqs, segments, num_sampled, strict=True)
+            if count
+            for position in segment.positions[-count:]
         ]
         row_ends = accumulate(rows.counts)
         wanted = [i for end, count in zip(row_ends, num_sampled, strict=True) for i in range(end - count, end)]
@@ -69,3 +81,20 @@ class TargetRunner:
         tokens = iter(choose(output.best, output.logits, how, self.noise).tolist())
         hidden = list(output.hidden.split_with_sizes(rows.counts))
         return LogitsOutput(hidden, [[next(tokens) for _ in range(count)] for count in num_sampled])
+
+    def keep_paths(self, moves: list[tuple[Tensor, list[int], list[int]]]) -> None:
+        """Move the KV of accepted paths to where a chain has it.
+
+        Args:
+            moves: a request's slots, and of each row to move the place where it lies and the place where it belongs.
+        """
+        if moves:
+            source = torch.cat([slots[places] for slots, places, _ in moves]).to(self.placement.device)
+            target = torch.cat([slots[places] for slots, _, places in moves]).to(self.placement.device)
+            for storage in self.storages:
+                storage.move(source, target)
+
+
+def _places(parents: Sequence[int], end: int) -> list[list[int]]:
+    base = end - len(parents)
+    return [[base + draft for draft in path] for path in paths(parents)]

@@ -41,6 +41,11 @@ typedef struct {
     int64_t segments;
     const int64_t *segment_rows;                // [segments + 1]: first row of each segment, then rows
     const int64_t *const *slots;                // [segments]: KV slot of every position of that request
+    // Where rows form trees (else null): rows of segment s at positions from bases[s] on see, from there, the slots that their row
+    // of tails names for positions bases[s], bases[s] + 1, ... up to their own, in place of those in slots[s].
+    const int64_t *bases;                       // [segments]
+    const int64_t *tails;                       // [rows, tail_width]
+    int64_t tail_width;
     int64_t pool;                               // KV slots in all
     void *const *keys, *const *values;          // [layers]: each [kv_heads, pool, head_dim], float32 or fp16
     int32_t kv_is_half;                         // which of the two
