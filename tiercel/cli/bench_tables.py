@@ -1,13 +1,16 @@
 """The benchmarks' results as tables for people."""
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
+from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from tiercel.bench.latency import STAGES
+from tiercel.bench.peers import OWN
 from tiercel.bench.samples import Spread
 from tiercel.report.wording import percent
 
@@ -16,13 +19,15 @@ SPEED_COLUMNS = {
     "decode tok/s": "decode_tok_s",
     "end-to-end tok/s": "end_to_end_tok_s",
 }
-SPREAD = "median, least – most of the runs"
+TITLE_WIDTH = 10
+"""Of a column: a page of 80 characters holds seven."""
+SPREAD = "median, least–most of the runs"
 
 
 def latency(result: dict[str, Any]) -> list[RenderableType]:
     """Speeds and ratios, then milliseconds per round by stage."""
-    speeds = _table("batch 1", ["contender", *SPEED_COLUMNS, "decode / plain", "acceptance length"])
-    rounds = _table("milliseconds per round", ["contender", *(s.replace("_", " ") for s in STAGES), "round"])
+    speeds = new_table("batch 1", ["contender", *SPEED_COLUMNS, "decode / plain", "acceptance length"])
+    rounds = new_table("milliseconds per round", ["contender", *(s.replace("_", " ") for s in STAGES), "round"])
     for name, row in result["contenders"].items():
         length = f"{row['acceptance_length']:.2f}"
         speeds.add_row(name, *_speeds(row), show(row["decode_ratio_to_plain"], 2), length)
@@ -42,7 +47,7 @@ def throughput(result: dict[str, Any]) -> list[RenderableType]:
         "decode tok/s of one",
         "of one / plain",
     ]
-    table = _table("requests at once", columns, left=2)
+    table = new_table("requests at once", columns, left=2)
     for row in result["groups"]:
         numbers = (show(row["total_tok_s"]), show(row["total_ratio_to_plain"], 2))
         one = (show(row["first_token_ms"]), show(row["decode_tok_s"]), show(row["decode_ratio_to_plain"], 2))
@@ -52,9 +57,11 @@ def throughput(result: dict[str, Any]) -> list[RenderableType]:
 
 def overhead(result: dict[str, Any]) -> list[RenderableType]:
     """Cost of each way of looking."""
-    table = _table("cost of tracing", ["tracing", *SPEED_COLUMNS, "decode time / off", "verdict", "CPU time / off"])
+    table = new_table(
+        "cost of tracing", ["tracing", *SPEED_COLUMNS, "decode time / off", "above noise", "CPU time / off"]
+    )
     for name, row in result["contenders"].items():
-        verdict = "noise" if row["below_noise"] else "above noise"
+        verdict = "no" if row["below_noise"] else "yes"
         times = (show(row["decode_time_ratio_to_off"], 3), verdict, show(row["cpu_time_ratio_to_off"], 3))
         table.add_row(name, *_speeds(row), *times)
     return [table]
@@ -62,14 +69,15 @@ def overhead(result: dict[str, Any]) -> list[RenderableType]:
 
 def peers(result: dict[str, Any]) -> list[RenderableType]:
     """Speeds of everybody, how many times faster we are, and the roofline."""
-    speeds = _table("same prompts, same number of tokens", ["contender", *SPEED_COLUMNS, "equal leading tokens"])
+    speeds = new_table("same prompts, same number of tokens", ["contender", *SPEED_COLUMNS, "equal leading tokens"])
     for name, row in result["contenders"].items():
         speeds.add_row(name, *_speeds(row), show(row["equal_leading_tokens"], 0))
     ratios = result["ratios"]
     found: list[RenderableType] = [speeds]
     for title, measure in SPEED_COLUMNS.items():
         way = "theirs / ours" if measure == "first_token_ms" else "ours / theirs"
-        table = _table(f"times faster, {title} ({way})", ["than", *ratios])
+        ours = [name.removeprefix(OWN) for name in ratios]
+        table = new_table(f"Tiercel times faster, {title} ({way})", ["than", *ours])
         for them in next(iter(ratios.values())):
             table.add_row(them, *(show(row[them][measure], 2) for row in ratios.values()))
         found.append(table)
@@ -85,10 +93,21 @@ def hardware_line(result: dict[str, Any]) -> str:
     return f"{found['cpu']}, {found['cores']} cores, {memory}; threads: {found['threads']}; {path}; {versions}"
 
 
+def new_table(heading: str, columns: Sequence[str], left: int = 1) -> Table:
+    """An empty table whose first ``left`` columns hold text, the others numbers: those never break, their titles do."""
+    table = Table(title=heading, title_justify="left", caption=SPREAD, caption_justify="left", box=box.SIMPLE_HEAD)
+    table.pad_edge, table.padding = False, 0
+    for number, column in enumerate(columns):
+        is_text = number < left
+        title = column if is_text else "\n".join(wrap(column, TITLE_WIDTH))
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    return table
+
+
 def show(spread: dict[str, Any], digits: int = 1) -> Text:
     """A spread from a result: the median above, least and most below it."""
     found = Spread(**spread)
-    below = f"\n{found.least:.{digits}f} – {found.most:.{digits}f}" if found.count > 1 else ""
+    below = f"\n{found.least:.{digits}f}–{found.most:.{digits}f}" if found.count > 1 else ""
     return Text.assemble(f"{found.median:.{digits}f}", (below, "dim"))
 
 
@@ -100,7 +119,7 @@ def _roofline(found: dict[str, Any] | None) -> list[RenderableType]:
     if found is None:
         return ["no roofline: the target does not run in the CPU library"]
     work = found["work"]
-    table = _table(
+    table = new_table(
         "roofline", ["step", "rows", "limit ms", "target forward ms", "of the limit", "round ms", "of the limit"]
     )
     for name, step in found["steps"].items():
@@ -119,10 +138,3 @@ def _roofline(found: dict[str, Any] | None) -> list[RenderableType]:
 
 def _speeds(row: dict[str, Any]) -> list[Text]:
     return [show(row[key]) for key in SPEED_COLUMNS.values()]
-
-
-def _table(title: str, columns: Sequence[str], left: int = 1) -> Table:
-    table = Table(title=title, title_justify="left", caption=SPREAD, caption_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right")
-    return table

@@ -13,7 +13,7 @@ from rich.text import Text
 from tiercel.bench import tune
 from tiercel.bench.throughput import run_groups
 from tiercel.cli import options
-from tiercel.cli.bench_tables import SPREAD, show
+from tiercel.cli.bench_tables import new_table, show
 from tiercel.cli.json_file import check_writable
 from tiercel.cli.measuring import (
     Json,
@@ -90,10 +90,8 @@ def command(
 
 
 def _table(rows: Sequence[tune.Measured], table: DepthTable) -> Table:
-    found = Table(title="drafting by load", title_justify="left", caption=SPREAD, caption_justify="left")
     columns = ("requests", "drafter", "emitted per round", "round ms", "total tok/s", "total / plain", "")
-    for number, column in enumerate(columns):
-        found.add_column(column, justify="left" if number == 1 else "right")
+    found = new_table("drafting by load", columns, left=2)
     for _, group in groupby(rows, key=lambda row: row.depth.requests):
         found.add_section()
         for row in group:
