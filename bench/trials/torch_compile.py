@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
+from unittest.mock import patch
 
 import torch
 import torch._inductor.config
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from bench.trials.steps import Request, Times, in_turns, report
 from tiercel.core.config import EngineConfig, SpecConfig
+from tiercel.device.parallel import SINGLE
 from tiercel.engine.engine import load_target
 from tiercel.kvcache.rows import PagedAttention
+from tiercel.models import layers
 from tiercel.models.step import EagerTarget
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
@@ -55,7 +58,8 @@ def main(
     }
     times: Times = {}
     compile_s: dict[str, dict[int, float]] = {name: {} for name in dtype}
-    with torch.inference_mode():
+    # The group comes from a context variable, which cannot be traced.
+    with torch.inference_mode(), patch.object(layers, "current_tp_group", lambda: SINGLE):
         for count in rows:
             contenders: dict[str, Callable[[], object]] = {"Tiercel, whole step": Request(native, count)}
             for name, target in eager.items():
