@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from tiercel.bench import hardware
 from tiercel.bench.samples import Spread
@@ -23,8 +24,8 @@ CONTEXT = 128
 REPEATS = 5
 CPU = torch.device("cpu")
 
-Times = dict[int, dict[str, Spread]]
-"""Milliseconds by number of rows, then by contender."""
+Times = dict[int, dict[str, list[float]]]
+"""Milliseconds by number of rows, then by contender: one number per run."""
 
 
 class Request:
@@ -48,8 +49,8 @@ class Request:
         return self.target.run(self.step, self.storages)
 
 
-def in_turns(contenders: Mapping[str, Callable[[], object]], runs: int) -> dict[str, Spread]:
-    """Milliseconds per call: the mean of ``REPEATS`` calls after one that is not counted, over the runs."""
+def in_turns(contenders: Mapping[str, Callable[[], object]], runs: int) -> dict[str, list[float]]:
+    """Milliseconds per call: the mean of ``REPEATS`` calls after one that is not counted, run by run."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(runs):
         for name, work in contenders.items():
@@ -59,22 +60,26 @@ def in_turns(contenders: Mapping[str, Callable[[], object]], runs: int) -> dict[
             for _ in range(REPEATS):
                 work()
             times[name].append((time.perf_counter() - start) / REPEATS * 1e3)
-    return {name: Spread.of(found) for name, found in times.items()}
+    return times
 
 
 def report(title: str, times: Times, versions: dict[str, str], json_file: Path | None, **more: Any) -> None:
-    """Print a table of ``times`` and the hardware, and write all of it to the file if one was asked for."""
-    result = {
-        "times_ms": {rows: {name: dataclasses.asdict(s) for name, s in found.items()} for rows, found in times.items()},
-        "hardware": hardware.describe(),
-        "versions": hardware.versions() | versions,
-        **more,
-    }
-    table = new_table(title, ["ms per step", *(f"{rows} rows" if rows > 1 else "1 row" for rows in times)])
-    for name in next(iter(times.values())):
-        table.add_row(name, *(show(dataclasses.asdict(found[name])) for found in times.values()))
+    """Print times, their ratios to the first contender's of the same run, and the hardware; write it all to the file if asked for."""
+    result = {"times_ms": times, "hardware": hardware.describe(), "versions": hardware.versions() | versions, **more}
+    columns = [f"{rows} rows" if rows > 1 else "1 row" for rows in times]
+    names = list(next(iter(times.values())))
+    speeds = new_table(f"{title}: ms per step", ["", *columns])
+    ratios = new_table(f"times as long as {names[0]}, run by run", ["", *columns])
+    for name in names:
+        speeds.add_row(name, *(_spread(found[name]) for found in times.values()))
+        pairs = [zip(found[name], found[names[0]], strict=True) for found in times.values()]
+        ratios.add_row(name, *(_spread([ours / first for ours, first in pair]) for pair in pairs))
     console = Console(highlight=False)
-    console.print(table)
+    console.print(speeds, ratios)
     console.print(hardware_line(result), soft_wrap=True, markup=False)
     if json_file:
         json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _spread(values: list[float]) -> Text:
+    return show(dataclasses.asdict(Spread.of(values)), 2)
