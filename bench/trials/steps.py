@@ -64,7 +64,7 @@ def in_turns(contenders: Mapping[str, Callable[[], object]], runs: int) -> dict[
 
 
 def report(title: str, times: Times, versions: dict[str, str], json_file: Path | None, **more: Any) -> None:
-    """Print times, their ratios to the first contender's of the same run, and the hardware; write all of it to the file, if any."""
+    """Print times, their ratios to the first contender's of the same run, and the hardware; write all to the file, if any."""
     result = {"times_ms": times, "hardware": hardware.describe(), "versions": hardware.versions() | versions, **more}
     columns = [f"{rows} rows" if rows > 1 else "1 row" for rows in times]
     names = list(next(iter(times.values())))
