@@ -19,6 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"core", "device", "kvcache", "native"},
     "speculative": {"core", "device", "kvcache", "models"},
     "engine": {"core", "observability", "device", "kvcache", "models", "speculative"},
+    "server": {"core", "observability", "models", "engine"},
     "train": {"core", "device", "kvcache", "models"},
     "report": {"core", "observability", "models"},
     "bench": {"core", "observability", "device", "kvcache", "models", "native", "speculative", "engine"},

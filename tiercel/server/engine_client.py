@@ -1,0 +1,155 @@
+"""The engine's process as an asyncio server sees it: streams of tokens, and whether it lives."""
+
+import asyncio
+import multiprocessing
+import threading
+from collections.abc import AsyncIterator
+from time import monotonic
+
+from tiercel.core.errors import TiercelError, UserError
+from tiercel.core.sampling_params import SamplingParams
+from tiercel.observability.metrics import Load
+from tiercel.server import engine_process
+from tiercel.server.messages import (
+    Abort,
+    Add,
+    CannotStart,
+    Close,
+    Command,
+    EngineSettings,
+    Event,
+    Ready,
+    Refused,
+    Tokens,
+)
+
+Answer = Tokens | Exception
+
+
+class EngineDied(TiercelError):
+    """The engine's process has ended while somebody counted on it."""
+
+
+class EngineClient:
+    """Starts the engine in a process of its own and talks to it. Every method is for the event loop's thread.
+
+    ``last_turn`` is the ``time.monotonic`` of the last turn of the engine's loop that was heard of; ``load`` is from then.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._answers: dict[str, asyncio.Queue[Answer]] = {}
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        self.load: Load | None = None
+        self.last_turn = monotonic()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=engine_process.run, args=(theirs, settings), name="tiercel-engine")
+        self._process.start()
+        theirs.close()  # so that the pipe ends when the process does
+        self._reader = threading.Thread(target=self._read, name="tiercel-engine-events", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def num_open(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._answers)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the model is loaded and the process still there."""
+        return self._ready.done() and self._reader.is_alive()
+
+    async def ready(self) -> Ready:
+        """Wait until the model is loaded.
+
+        Raises:
+            UserError: the model, the draft or a setting cannot work.
+            EngineDied: the process ended before.
+        """
+        return await asyncio.shield(self._ready)
+
+    async def stream(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, traceparent: str | None = None
+    ) -> AsyncIterator[Tokens]:
+        """Run a request; the last item carries its record. Leaving early, or being cancelled, aborts it.
+
+        Raises:
+            UserError: the request cannot run, or its id is in use.
+            EngineDied: the process has ended.
+        """
+        if request_id in self._answers:
+            raise UserError(f"request id {request_id!r} is in use: choose another")
+        answers = self._answers[request_id] = asyncio.Queue()
+        is_running = True
+        try:
+            self._send(Add(request_id, prompt_token_ids, sampling, traceparent))
+            while is_running:
+                answer = await answers.get()
+                is_running = isinstance(answer, Tokens) and answer.record is None
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+        finally:
+            del self._answers[request_id]
+            if is_running and self.is_alive:
+                self._send(Abort(request_id))
+
+    async def close(self, timeout_s: float = 10.0) -> int | None:
+        """End the engine; what runs is aborted, traces and records are flushed. A process that does not end is killed.
+
+        Returns:
+            The process's exit code.
+        """
+        if self._reader.is_alive():
+            self._send(Close())
+        await asyncio.to_thread(self._process.join, timeout_s)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        await asyncio.to_thread(self._reader.join)
+        self._pipe.close()
+        return self._process.exitcode
+
+    def _send(self, command: Command) -> None:
+        try:
+            self._pipe.send(command)
+        except OSError as error:
+            raise EngineDied("the engine's process has ended") from error
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._loop.call_soon_threadsafe(self._take, self._pipe.recv())
+        except (EOFError, ConnectionResetError):
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _take(self, event: Event) -> None:
+        self.last_turn = monotonic()
+        if isinstance(event, Ready):
+            self._ready.set_result(event)
+        elif isinstance(event, CannotStart):
+            self._ready.set_exception(UserError(event.message))
+        elif isinstance(event, Refused):
+            self._tell(event.request_id, UserError(event.message))
+        else:
+            self.load = event.load
+            for tokens in event.tokens:
+                self._tell(tokens.request_id, tokens)
+
+    def _tell(self, request_id: str, answer: Answer) -> None:
+        waiting = self._answers.get(request_id)
+        if waiting is not None:  # whoever left is not told
+            waiting.put_nowait(answer)
+
+    def _end(self) -> None:
+        died = EngineDied("the engine's process has ended")
+        if not self._ready.done():
+            self._ready.set_exception(died)
+        for waiting in self._answers.values():
+            waiting.put_nowait(died)
