@@ -75,7 +75,12 @@ class EngineClient:
         return await asyncio.shield(self._ready)
 
     async def stream(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, traceparent: str | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        trace_headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[Tokens]:
         """Run a request; the last item carries its record. Leaving early, or being cancelled, aborts it.
 
@@ -88,7 +93,7 @@ class EngineClient:
         answers = self._answers[request_id] = asyncio.Queue()
         is_running = True
         try:
-            self._send(Add(request_id, prompt_token_ids, sampling, traceparent))
+            self._send(Add(request_id, prompt_token_ids, sampling, trace_headers, timeout_s))
             while is_running:
                 answer = await answers.get()
                 is_running = isinstance(answer, Tokens) and answer.record is None

@@ -63,7 +63,13 @@ def _waiting(pipe: "Connection[Event, Command]", patience_s: float) -> Iterator[
 def _obey(engine: Engine, command: Add | Abort, pipe: "Connection[Event, Command]") -> None:
     if isinstance(command, Add):
         try:
-            engine.add_request(command.request_id, command.prompt_token_ids, command.sampling, command.traceparent)
+            engine.add_request(
+                command.request_id,
+                command.prompt_token_ids,
+                command.sampling,
+                command.trace_headers,
+                command.timeout_s,
+            )
         except UserError as error:
             pipe.send(Refused(command.request_id, str(error)))
     elif isinstance(command, Abort):

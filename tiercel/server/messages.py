@@ -19,12 +19,13 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Run a request; ``traceparent`` is the caller's W3C context."""
+    """Run a request; ``trace_headers`` and ``timeout_s`` as in ``Engine.add_request``."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    traceparent: str | None = None
+    trace_headers: dict[str, str] | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
