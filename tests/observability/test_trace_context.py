@@ -19,7 +19,7 @@ from tests.observability.test_traces import GREEDY, ON, PROMPT
 from tests.scripted import scripted_engine
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.errors import UserError
-from tiercel.core.request import FinishReason
+from tiercel.core.request import FinishReason, Request
 from tiercel.engine.engine import Engine, LoadedTarget
 from tiercel.engine.llm import LLM
 from tiercel.observability.pipeline import open_pipeline
@@ -166,15 +166,25 @@ def test_older_names_are_there_when_asked_for(toy_target: LoadedTarget) -> None:
 
 def test_the_root_has_counts_by_position(toy_target: LoadedTarget) -> None:
     exporter = InMemorySpanExporter()
-    engine = scripted_engine(toy_target, lambda r, d: [1] * d, 3, trace=ON, exporters=[exporter])
+    answer = (
+        LLM(engine=EngineConfig(), spec=SpecConfig(method="none"), target=toy_target)
+        .generate([PROMPT], GREEDY)[0]
+        .token_ids
+    )
+
+    def half_right(req: Request, depth: int) -> list[int]:
+        done = len(req.output_token_ids)
+        return (answer[done : done + 1 + done % 2] + [1] * depth)[:depth]
+
+    engine = scripted_engine(toy_target, half_right, 3, trace=ON, exporters=[exporter])
     req = engine.add_request("a", PROMPT, GREEDY)
     found = roots_of(drive(engine, exporter))["a"].attributes
-    drafted, correct = (
-        found[f"tiercel.spec.{name}_per_position"] for name in ("num_draft_tokens", "num_correct_drafts")
-    )
-    assert sum(drafted) == found["tiercel.spec.num_draft_tokens"] == sum(req.spec.proposed)
-    assert sum(correct) == found["tiercel.spec.num_correct_drafts"] == sum(req.spec.correct)
-    assert all(before >= after for before, after in pairwise(drafted))
+    correct = found["tiercel.spec.num_correct_drafts_per_position"]
+    assert len(correct) == 3
+    assert sum(correct) == found["tiercel.spec.num_correct_drafts"] == sum(req.spec.correct) > 0
+    assert all(before >= after for before, after in pairwise(correct))
+    shares = [count / req.spec.num_rounds for count in correct]
+    assert list(found["tiercel.spec.per_position_acceptance"]) == pytest.approx(shares)
 
 
 def test_a_long_answer_keeps_every_round(toy_target: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:

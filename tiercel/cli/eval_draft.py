@@ -98,10 +98,15 @@ def _served(rows: list[PromptRow], outputs: list[RequestOutput], depth: int) -> 
     total = SpecCounts()
     for output in outputs:
         spec = output.record.spec
-        one = SpecCounts(spec["per_step_drafted"], spec["per_step_accepted"], [])
+        one = _chains(spec)
         counts.setdefault(categories[output.request_id], SpecCounts()).merge(one)
         total.merge(one)
     return {name: _numbers(found, depth) for name, found in [*sorted(counts.items()), ("overall", total)]}
+
+
+def _chains(spec: dict[str, Any]) -> SpecCounts:
+    drafted = spec["per_step_drafted"]
+    return SpecCounts(list(drafted), list(spec["per_step_accepted"]), [], depths=list(drafted))
 
 
 def _numbers(counts: SpecCounts, depth: int) -> dict[str, Any]:
@@ -127,7 +132,7 @@ def _teacher_forced(
         answers.append(Conversation(ids, len(prompt), greedy=True))
         hidden.append(decoder(on_device, positions, DenseAttention(1)))
         spec = output.record.spec
-        rounds.merge(SpecCounts(spec["per_step_drafted"], spec["per_step_accepted"], []))
+        rounds.merge(_chains(spec))
     found = measure(draft, answers, hidden)
     return {
         "answers": len(answers),

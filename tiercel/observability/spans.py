@@ -243,10 +243,9 @@ def _root_attributes(record: RequestRecord) -> dict[str, Any]:
         attributes["tiercel.spec.acceptance_length"] = spec["mean_acceptance_length"]
         attributes["tiercel.spec.acceptance_rate"] = spec["draft_acceptance_rate"] or 0.0
         attributes["tiercel.spec.per_position_acceptance"] = spec["per_position_acceptance"]
-        for name, per_round in (("num_draft_tokens", "per_step_drafted"), ("num_correct_drafts", "per_step_accepted")):
-            counts = spec[per_round]
-            per_position = [sum(count > i for count in counts) for i in range(record.num_steps)]
-            attributes[f"tiercel.spec.{name}_per_position"] = per_position
+        correct = spec["per_step_accepted"]
+        per_position = [sum(count > i for count in correct) for i in range(record.num_steps)]
+        attributes["tiercel.spec.num_correct_drafts_per_position"] = per_position
     if record.finish_reason == FinishReason.ERROR:
         attributes["error.type"] = "engine_error"
     return attributes
