@@ -51,7 +51,7 @@ def test_it_measures_recommends_and_keeps(folder: Path, sizes: list[object], tmp
         "total /",
         "K=3",
         "lookup",
-        "recommended: up to",
+        "recommended: ",
         f"kept in {path}",
         "cores",
     ):

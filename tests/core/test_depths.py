@@ -46,7 +46,9 @@ def test_beyond_the_last_entry_no_layer_drafts() -> None:
 
 def test_people_read_it_on_one_line() -> None:
     assert str(TUNED) == "up to 1: K=2, up to 4: K=1, up to 8: lookup, up to 16: K=1, more: plain"
-    assert str(DepthTable.fixed(0, lookup=False)) == "more: plain"
+    assert str(DepthTable.fixed(0, lookup=False)) == "plain at any load"
+    repeating = [Depth(1, 1), Depth(2, 1), Depth(4, 0, lookup=False), Depth(16, 0, lookup=False)]
+    assert str(DepthTable("rule", tuple(repeating))) == "up to 2: K=1, more: plain"
     assert TUNED.most_steps == 2
 
 

@@ -53,7 +53,8 @@ def command(
         drafting = LLM(engine=engine, spec=spec, trace=trace, target=target)
         plain = LLM(engine=engine, spec=SpecConfig(method="none"), target=target)
     with drafting, plain:
-        page: list[RenderableType] = [legend(drafting.engine.worker.num_layers, with_lookup=bool(spec.lookup[0]))]
+        num_layers = drafting.engine.worker.num_layers
+        page: list[RenderableType] = [legend(num_layers, with_lookup=bool(spec.lookup[0]))]
         console.print(page[0])
         sampling = SamplingParams(max_tokens=max_tokens)
         shown, speeds = [], []
@@ -66,7 +67,7 @@ def command(
             page += [Text.assemble("\n", (f"{name}: ", "bold"), text), answer]
             speeds.append(_compare(console, drafting, plain, name, text, sampling, runs))
     console.print()
-    tables = [counts_table(shown), stages_table(shown), _speed_table(list(prompts), speeds)]
+    tables = [counts_table(shown, num_layers), stages_table(shown), _speed_table(list(prompts), speeds)]
     for table in tables:
         console.print(table)
     files = (trace.trace_out, *(out / "records" / file_name(stem) for stem in (REQUESTS, ROUNDS)))

@@ -59,11 +59,15 @@ def save_picture(page: Sequence[RenderableType], path: Path, title: str) -> None
         raise UserError(f"cannot write the picture {path}: {error.strerror}") from error
 
 
-def counts_table(outputs: list[RequestOutput]) -> Table:
-    """Tokens, rounds and acceptance of each request."""
+def counts_table(outputs: list[RequestOutput], num_layers: int) -> Table:
+    """Tokens, rounds and acceptance of each request; positions after the MTP layers' only up to the last that was accepted."""
     table = Table(title="acceptance", title_justify="left")
     for name in ("request", "tokens", "rounds", "rate", "length", "by position", "if reached"):
-        table.add_column(name, justify="left" if name == "request" else "right", no_wrap=True)
+        is_list = name in ("by position", "if reached")
+        table.add_column(name, justify="left" if name == "request" or is_list else "right", no_wrap=not is_list)
+    histograms = [output.record.spec["acceptance_histogram"] for output in outputs]
+    most_correct = max((i for counts in histograms for i, rounds in enumerate(counts) if rounds), default=0)
+    positions = max(num_layers, most_correct)
     for output in outputs:
         spec = output.record.spec
         length = spec["mean_acceptance_length"]
@@ -73,8 +77,8 @@ def counts_table(outputs: list[RequestOutput]) -> Table:
             str(spec["num_spec_steps"]),
             percent(spec["draft_acceptance_rate"]),
             "–" if length is None else f"{length:.2f}",
-            " ".join(percent(p) for p in spec["per_position_acceptance"]),
-            " ".join(percent(p) for p in spec["per_position_conditional_acceptance"]),
+            " ".join(percent(p) for p in spec["per_position_acceptance"][:positions]),
+            " ".join(percent(p) for p in spec["per_position_conditional_acceptance"][:positions]),
         )
     return table
 

@@ -125,5 +125,11 @@ class DepthTable:
         return replace(self, depths=tuple(replace(depth, lookup=True) for depth in self.depths))
 
     def __str__(self) -> str:
-        named = [f"up to {depth.requests}: {depth.drafter}" for depth in self.depths if depth.requests is not None]
-        return ", ".join([*named, f"more: {self.at(sys.maxsize).drafter}"])
+        """``up to 2: K=1, up to 4: lookup, more: plain``: loads at which the same drafts are named once."""
+        ends: list[tuple[int | None, str]]
+        ends = [(depth.requests, depth.drafter) for depth in self.depths if depth.requests is not None]
+        ends.append((None, self.at(sys.maxsize).drafter))
+        last_of_run = [entry for entry, following in pairwise(ends) if entry[1] != following[1]]
+        if not last_of_run:
+            return f"{ends[-1][1]} at any load"
+        return ", ".join([*(f"up to {end}: {drafter}" for end, drafter in last_of_run), f"more: {ends[-1][1]}"])
