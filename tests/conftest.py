@@ -137,6 +137,21 @@ def toy_draft(toy_modules: LoadedTarget, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
+def toy_small_model(toy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the toy's tokenizer that often, not always, thinks as it does."""
+    folder = tmp_path_factory.mktemp("toy-small-model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((toy_model / name).read_bytes())
+    model = LlamaForCausalLM.from_pretrained(toy_model, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data += 0.08 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The default model; `make test` fetches it first, and without it these tests fail rather than skip."""
     return resolve_model("smollm2-135m")

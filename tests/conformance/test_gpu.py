@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.conftest import Drafts
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import Engine
@@ -12,11 +13,11 @@ from tiercel.speculative.registry import WORKERS
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", sorted(WORKERS))
-def test_a_gpu_gives_the_cpus_tokens(method: str, toy_model: Path, toy_draft: Path) -> None:
+def test_a_gpu_gives_the_cpus_tokens(method: str, toy_model: Path, drafts: Drafts) -> None:
     tokens = []
     for device in ("cpu", "cuda"):
         config = EngineConfig(model=str(toy_model), device=device, dtype="float32")
-        engine = Engine(config, SpecConfig(method=method, draft=str(toy_draft)), TraceConfig())
+        engine = Engine(config, SpecConfig(method=method, draft=drafts.get(method, "auto")), TraceConfig())
         req = engine.add_request("a", [7, 30, 99, 12], SamplingParams(max_tokens=16, ignore_eos=True))
         while engine.has_work:
             engine.step()

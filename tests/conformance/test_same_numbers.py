@@ -8,14 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.conformance.conftest import Drafts
 from tests.conformance.histories import HISTORIES, History, K, Run, Wish, check, check_sums, play, scripted
-from tests.conftest import echoing_draft
 from tests.observability.exposed import exposed, numbers, total
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import Engine, LoadedTarget
 from tiercel.engine.llm import LLM
-from tiercel.models.mtp_checkpoint import save_draft
 from tiercel.observability.metrics import EngineView, MetricsSink
 from tiercel.observability.req_time_stats import ReqTimeStats
 from tiercel.observability.trace import set_global_trace_level
@@ -26,13 +25,6 @@ from tiercel.speculative.registry import WORKERS
 def toy_target(toy_native: LoadedTarget) -> LoadedTarget:
     """Recorded steps: their rows do not depend on the batch, so that every answer can be compared with plain decoding's."""
     return toy_native
-
-
-@pytest.fixture(scope="module")
-def echoing(toy_modules: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("echoing-draft")
-    save_draft(echoing_draft(toy_modules), folder, {})
-    return folder
 
 
 def test_every_way_to_end(toy_target: LoadedTarget, tmp_path: Path) -> None:
@@ -68,9 +60,9 @@ def test_any_history_with_any_accept_pattern(toy_target: LoadedTarget, history: 
 @pytest.mark.parametrize("method", sorted(WORKERS))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=HISTORIES)
-def test_any_history_of_every_worker(method: str, toy_target: LoadedTarget, echoing: Path, history: History) -> None:
+def test_any_history_of_every_worker(method: str, toy_target: LoadedTarget, drafts: Drafts, history: History) -> None:
     set_global_trace_level(0)
-    spec = SpecConfig(method=method, draft=str(echoing), max_verify_rows=64, min_confidence=0)
+    spec = SpecConfig(method=method, draft=drafts.get(method, "auto"), max_verify_rows=64, min_confidence=0)
 
     def make(config: EngineConfig, trace: TraceConfig) -> Engine:
         return Engine(config, spec, trace, toy_target)

@@ -9,13 +9,12 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.conftest import echoing_draft
-from tiercel.core.config import SPEC_METHODS, EngineConfig, SpecConfig, TraceConfig
+from tests.conformance.conftest import Drafts
+from tiercel.core.config import SPEC_METHODS, TREE_METHODS, EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.request import Request
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.device.parallel import TensorParallelGroup, current_tp_group
 from tiercel.engine.engine import Engine, LoadedTarget
-from tiercel.models.mtp_checkpoint import save_draft
 from tiercel.observability import req_time_stats
 from tiercel.observability.records import read_requests, read_rounds
 from tiercel.observability.req_time_stats import ReqTimeStats
@@ -23,6 +22,10 @@ from tiercel.speculative.registry import WORKERS
 
 PROMPTS = {"a": [7, 30, 99, 12], "b": [90], "c": [5] * 30}
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+TREES = [f"{method}-tree" for method in TREE_METHODS]
+DRAFT_MODELS = [method for method in sorted(WORKERS) if method not in ("none", "ngram")]
+BORN_IN_THE_ROUND = ("ngram", "standalone", "standalone-tree")
+"""Their drafts were not begun by a draft extend."""
 STAGES = [
     "set_spec_draft_start_time",
     "set_spec_draft_end_time",
@@ -40,26 +43,19 @@ def toy_target(request: pytest.FixtureRequest) -> LoadedTarget:
     return target
 
 
-@pytest.fixture(scope="module")
-def toy_draft(toy_modules: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some of its drafts are right and some are wrong, so that counts can be mistaken."""
-    folder = tmp_path_factory.mktemp("echoing-draft")
-    save_draft(echoing_draft(toy_modules), folder, {})
-    return folder
-
-
 def test_every_worker_can_be_asked_for_and_no_other() -> None:
     assert set(WORKERS) == set(SPEC_METHODS)
 
 
-def test_some_drafts_are_right_and_some_are_wrong(toy_target: LoadedTarget, toy_draft: Path) -> None:
-    reqs = finish(make_engine("multi-layer-eagle", toy_target, toy_draft, TraceConfig()))
+@pytest.mark.parametrize("method", [*DRAFT_MODELS, *TREES])
+def test_some_drafts_are_right_and_some_are_wrong(method: str, toy_target: LoadedTarget, drafts: Drafts) -> None:
+    reqs = finish(make_engine(method, toy_target, drafts, TraceConfig()))
     rounds = [c for req in reqs.values() for c in req.spec.correct]
     assert min(rounds) == 0
     assert max(rounds) >= 2
 
 
-@pytest.fixture(params=[*sorted(WORKERS), "multi-layer-eagle-tree"])
+@pytest.fixture(params=[*sorted(WORKERS), *TREES])
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -70,11 +66,12 @@ def level(request: pytest.FixtureRequest) -> int:
 
 
 def make_engine(
-    method: str, target: LoadedTarget, draft: Path, trace: TraceConfig, exporter: InMemorySpanExporter | None = None
+    method: str, target: LoadedTarget, drafts: Drafts, trace: TraceConfig, exporter: InMemorySpanExporter | None = None
 ) -> Engine:
     topk = 2 if method.endswith("-tree") else 1
     method = method.removesuffix("-tree")
-    spec = SpecConfig(method=method, topk=topk, draft=str(draft), max_verify_rows=64, min_confidence=0)
+    draft = drafts.get(method, "auto")
+    spec = SpecConfig(method=method, topk=topk, draft=draft, max_verify_rows=64, min_confidence=0)
     return Engine(EngineConfig(max_prefill_tokens=16), spec, trace, target, [exporter] if exporter else [])
 
 
@@ -102,11 +99,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 def test_output_equals_plain_decoding_with_tracing_off_and_on(
-    method: str, level: int, toy_target: LoadedTarget, toy_draft: Path
+    method: str, level: int, toy_target: LoadedTarget, drafts: Drafts
 ) -> None:
-    plain = finish(make_engine("none", toy_target, toy_draft, TraceConfig()))
+    plain = finish(make_engine("none", toy_target, drafts, TraceConfig()))
     traced = TraceConfig(enable_trace=level > 0, trace_level=level)
-    reqs = finish(make_engine(method, toy_target, toy_draft, traced))
+    reqs = finish(make_engine(method, toy_target, drafts, traced))
     assert {n: r.output_token_ids for n, r in reqs.items()} == {n: r.output_token_ids for n, r in plain.items()}
     for req in reqs.values():
         assert sum(req.spec.emitted) == len(req.output_token_ids) - 1
@@ -115,9 +112,9 @@ def test_output_equals_plain_decoding_with_tracing_off_and_on(
 
 
 def test_hooks_come_in_order_and_every_stage_is_closed(
-    method: str, toy_target: LoadedTarget, toy_draft: Path, calls: dict[str, list[str]]
+    method: str, toy_target: LoadedTarget, drafts: Drafts, calls: dict[str, list[str]]
 ) -> None:
-    reqs = finish(make_engine(method, toy_target, toy_draft, TraceConfig(enable_trace=True)))
+    reqs = finish(make_engine(method, toy_target, drafts, TraceConfig(enable_trace=True)))
     for name, req in reqs.items():
         rounds = req.spec.num_rounds
         # The last round ends the request: nothing is drafted after it.
@@ -125,9 +122,9 @@ def test_hooks_come_in_order_and_every_stage_is_closed(
 
 
 def test_with_tracing_off_no_mark_is_made(
-    method: str, toy_target: LoadedTarget, toy_draft: Path, calls: dict[str, list[str]]
+    method: str, toy_target: LoadedTarget, drafts: Drafts, calls: dict[str, list[str]]
 ) -> None:
-    finish(make_engine(method, toy_target, toy_draft, TraceConfig()))
+    finish(make_engine(method, toy_target, drafts, TraceConfig()))
     assert calls == {}
 
 
@@ -140,10 +137,10 @@ def spans_of(exporter: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
     return by_request
 
 
-def test_spans_of_every_round(method: str, level: int, toy_target: LoadedTarget, toy_draft: Path) -> None:
+def test_spans_of_every_round(method: str, level: int, toy_target: LoadedTarget, drafts: Drafts) -> None:
     exporter = InMemorySpanExporter()
     traced = TraceConfig(enable_trace=level > 0, trace_level=level)
-    reqs = finish(make_engine(method, toy_target, toy_draft, traced, exporter))
+    reqs = finish(make_engine(method, toy_target, drafts, traced, exporter))
     if level == 0:
         assert exporter.get_finished_spans() == ()
         return
@@ -183,9 +180,9 @@ def test_spans_of_every_round(method: str, level: int, toy_target: LoadedTarget,
                 assert span.end_time <= root.end_time
 
 
-def test_records_carry_the_same_numbers(method: str, toy_target: LoadedTarget, toy_draft: Path, tmp_path: Path) -> None:
+def test_records_carry_the_same_numbers(method: str, toy_target: LoadedTarget, drafts: Drafts, tmp_path: Path) -> None:
     trace = TraceConfig(records_out=tmp_path / "records", trace_out=tmp_path / "trace.json")
-    reqs = finish(make_engine(method, toy_target, toy_draft, trace))
+    reqs = finish(make_engine(method, toy_target, drafts, trace))
     records = {r.request_id: r for r in read_requests(tmp_path / "records" / "requests.jsonl")}
     steps = list(read_rounds(tmp_path / "records" / "rounds.jsonl"))
     for name, req in reqs.items():
@@ -201,7 +198,7 @@ def test_records_carry_the_same_numbers(method: str, toy_target: LoadedTarget, t
             rebuilt += committed[: done.num_emitted_tokens]
         assert [req.output_token_ids[0], *rebuilt] == req.output_token_ids
         for done in mine:
-            assert (done.born_step is None) == (not done.draft_token_ids or method == "ngram")
+            assert (done.born_step is None) == (not done.draft_token_ids or method in BORN_IN_THE_ROUND)
     for step in steps:
         marks = [step.start_ns, step.draft_start_ns, step.draft_end_ns, step.verify_start_ns, step.verify_end_ns]
         marks += [step.draft_extend_start_ns, *step.layer_end_ns, step.draft_extend_end_ns, step.end_ns]
@@ -210,8 +207,8 @@ def test_records_carry_the_same_numbers(method: str, toy_target: LoadedTarget, t
     json.loads((tmp_path / "trace.json").read_text())
 
 
-def test_drafts_run_inside_the_draft_group(method: str, toy_target: LoadedTarget, toy_draft: Path) -> None:
-    engine = make_engine(method, toy_target, toy_draft, TraceConfig())
+def test_drafts_run_inside_the_draft_group(method: str, toy_target: LoadedTarget, drafts: Drafts) -> None:
+    engine = make_engine(method, toy_target, drafts, TraceConfig())
     worker = engine.worker
     group = TensorParallelGroup()
     worker.draft_tp_group = group

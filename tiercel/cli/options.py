@@ -5,14 +5,16 @@ from typing import Annotated
 
 import typer
 
-from tiercel.core.config import DEFAULT_MODEL
+from tiercel.core.config import DEFAULT_MODEL, SPEC_METHODS
 
 Model = Annotated[str, typer.Option("--model", help="smollm2-135m, a folder, a .gguf file, or hf:ORG/NAME.")]
-Spec = Annotated[str, typer.Option("--spec", help="none, multi-layer-eagle or ngram.")]
-Draft = Annotated[str, typer.Option("--draft", help="auto, smollm2-135m-mtp3, or a folder.")]
+Spec = Annotated[str, typer.Option("--spec", help=f"{', '.join(SPEC_METHODS)}.")]
+Draft = Annotated[str, typer.Option("--draft", help="auto, smollm2-135m-mtp3, or a folder; for standalone a model.")]
 NumSteps = Annotated[
     int | None,
-    typer.Option("--num-steps", help="MTP layers in use, one draft per round each (K); default: as many as pay."),
+    typer.Option(
+        "--num-steps", help="Positions drafted for per round (K), an MTP layer each; default: as many as pay."
+    ),
 ]
 NgramMatch = Annotated[
     int | None,
@@ -27,9 +29,7 @@ MinConfidence = Annotated[
         help="Deeper MTP layers draft while all drafts so far are right with this probability; default: 0.4 on a CPU, else 0.",
     ),
 ]
-Topk = Annotated[
-    int, typer.Option("--topk", help="Candidates after each draft of the MTP layers: above 1 they draft trees.")
-]
+Topk = Annotated[int, typer.Option("--topk", help="Candidates after each draft: above 1 drafts are trees.")]
 NumDraftTokens = Annotated[
     int | None,
     typer.Option(

@@ -8,7 +8,8 @@ from tiercel.core.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "q8_0")
-SPEC_METHODS = ("none", "multi-layer-eagle", "ngram")
+SPEC_METHODS = ("none", "multi-layer-eagle", "standalone", "ngram")
+TREE_METHODS = ("multi-layer-eagle", "standalone")
 TRACE_LEVELS = (0, 1, 2, 3)
 NGRAM_MATCH, NGRAM_TOKENS = 2, 7
 DEFAULT_MODEL = "smollm2-135m"
@@ -81,26 +82,28 @@ class SpecConfig:
 
     Args:
         method: one of ``SPEC_METHODS``; ``none`` is plain decoding.
-        draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the shipped draft that was trained for this target.
-        num_steps: MTP layers in use (K), each of which drafts one token per round. None takes every one that the draft holds
-            on a GPU, and on a CPU as many as pay (see ``depths``). 0 decodes plainly under the speculative worker.
+        draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the shipped draft that was trained for this target. For
+            ``standalone`` a model, named as ``EngineConfig.model`` names one.
+        num_steps: positions drafted for per round (K): MTP layers in use, each of which drafts one token; None takes every one
+            that the draft holds on a GPU, and on a CPU as many as pay (see ``depths``). For ``standalone``, how often the
+            draft model runs; None stands for 3. 0 decodes plainly under the speculative worker.
         ngram_match: prompt lookup: where so many tokens at the end of a request's text occurred in it before, the draft is
             what followed then, in place of the MTP layers'. 0 turns it off; None stands for 2, and for 0 where nothing drafts.
         ngram_tokens: drafts per round at most from prompt lookup, and never more than tokens agreed. None stands for 7.
         max_verify_rows: rows that one verify may hold, a request's last token and its drafts being its rows: with many requests
             at once each gets fewer drafts, down to none. None sets no limit on a GPU, and one on a CPU where more rows cost more
             than drafts bring. With ``depths`` in force it limits prompt lookup alone.
-        min_confidence: MTP layers draft beyond a request's first draft while the product of their probabilities reaches this, in
+        min_confidence: a draft is gone on from while the product of the probabilities up to it reaches this, in
             [0, 1]; 0 always goes to the full depth. None stands for 0 on a GPU, and on a CPU for what pays.
         exact_kv: recompute the draft KV rows that were computed from unverified drafts. False leaves them
             stale, as SGLang does for most models; it exists to measure the difference.
         depths: MTP layers and prompt lookup by number of requests at once. None takes what ``tiercel tune`` measured for this
             machine, model and draft, and where there is none, or ``num_steps`` or ``max_verify_rows`` is given, the rule of
             ``max_verify_rows``.
-        topk: candidates after each draft (SGLang's ``--speculative-eagle-topk``): above 1 the MTP layers draft trees of the
-            likeliest paths (needs ``exact_kv``). 1 drafts chains.
-        num_draft_tokens: drafts per round at most from the MTP layers; None stands for ``topk`` times the layers in use. In
-            chains it is the number of layers. SGLang's ``--speculative-num-draft-tokens`` counts the request's last token too:
+        topk: candidates after each draft (SGLang's ``--speculative-eagle-topk``): above 1 drafts are trees of the likeliest
+            paths (needs ``exact_kv``). 1 drafts chains.
+        num_draft_tokens: drafts per round at most; None stands for ``topk`` times ``num_steps``. In chains it is the number of
+            positions. SGLang's ``--speculative-num-draft-tokens`` counts the request's last token too:
             one more.
         tuned: False leaves what ``tiercel tune`` measured out of it.
 
@@ -134,17 +137,23 @@ class SpecConfig:
             raise UserError(f"min_confidence={self.min_confidence} is not allowed: give a number from 0 to 1")
         at_least("topk", self.topk, 1)
         self._check_tree()
-        unused = {"none": ("num_steps", "ngram_match", "ngram_tokens", "depths"), "ngram": ("num_steps", "depths")}
+        unused = {
+            "none": ("num_steps", "ngram_match", "ngram_tokens", "depths"),
+            "ngram": ("num_steps", "depths"),
+            "standalone": ("ngram_match", "ngram_tokens", "depths"),
+        }
         for name in unused.get(self.method, ()):
             if getattr(self, name):
                 raise UserError(f"{name}={getattr(self, name)} contradicts method {self.method!r}: drop one of the two")
+        if not self.exact_kv and self.method != "multi-layer-eagle":
+            raise UserError(f"exact_kv=False contradicts method {self.method!r}: only multi-layer-eagle can do without")
         if self.method == "ngram" and self.ngram_match == 0:
             raise UserError(
                 "ngram_match=0 leaves method 'ngram' nothing to draft from: give at least 1, or method 'none'"
             )
 
     def _check_tree(self) -> None:
-        if self.method != "multi-layer-eagle":
+        if self.method not in TREE_METHODS:
             if self.topk > 1 or self.num_draft_tokens is not None:
                 raise UserError(f"topk and num_draft_tokens contradict method {self.method!r}: drop them")
             return
@@ -163,7 +172,7 @@ class SpecConfig:
     @property
     def lookup(self) -> tuple[int, int]:
         """``ngram_match`` and ``ngram_tokens`` in force; ``(0, 0)`` where prompt lookup is off."""
-        is_plain = self.method == "none" or self.num_steps == 0
+        is_plain = self.method in ("none", "standalone") or self.num_steps == 0
         match = (0 if is_plain else NGRAM_MATCH) if self.ngram_match is None else self.ngram_match
         return (match, self.ngram_tokens or NGRAM_TOKENS) if match else (0, 0)
 

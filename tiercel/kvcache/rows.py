@@ -18,25 +18,32 @@ CPU = torch.device("cpu")
 class Segment:
     """Consecutive rows of one request: places ``start .. end - 1``. ``slots[p]`` is the KV slot of place p.
 
-    A place is a position, except for the last rows where they form a tree: ``paths[j]`` are the places of row ``base + j`` and of
-    the rows before it on its path (itself last), at positions ``base ..``; every row on a path sees all places below ``base``.
+    A place is a position, except for the last rows where they form a tree: ``paths`` are, for each of them, the places of the
+    rows on its path (itself last), at positions ``base ..``; every row on a path sees all places below ``base``. The tree's first
+    row lies at ``base``, which ``root`` names where earlier forwards have read a part of the tree.
     """
 
     start: int
     end: int
     slots: Tensor
     paths: Sequence[Sequence[int]] = ()
+    root: int | None = None
 
     @property
     def base(self) -> int:
         """First place that is no position by itself."""
+        return self.first_on_path if self.root is None else self.root
+
+    @property
+    def first_on_path(self) -> int:
+        """Place of the first row that has a path."""
         return self.end - len(self.paths)
 
     @property
     def positions(self) -> list[int]:
         """Position of every row."""
         base = self.base
-        return [*range(self.start, base), *(base + len(path) - 1 for path in self.paths)]
+        return [*range(self.start, self.first_on_path), *(base + len(path) - 1 for path in self.paths)]
 
 
 class Rows:
@@ -91,7 +98,7 @@ class TreeTables:
         self.tails = torch.zeros(sum(s.end - s.start for s in segments), self.width, dtype=torch.int64)
         first = 0
         for s in segments:
-            for row, path in enumerate(s.paths, first + s.base - s.start):
+            for row, path in enumerate(s.paths, first + s.first_on_path - s.start):
                 self.tails[row, : len(path)] = s.slots[list(path)]
             first += s.end - s.start
 
@@ -112,7 +119,7 @@ class Rectangle:
         positions = torch.stack([_padded(torch.arange(s.start, s.end), width) for s in segments])
         mask = torch.arange(longest) <= positions[:, :, None]
         for s, seen in zip(segments, mask, strict=True):
-            for row, path in enumerate(s.paths, s.base - s.start):
+            for row, path in enumerate(s.paths, s.first_on_path - s.start):
                 seen[row, s.base :] = False
                 seen[row, list(path)] = True
         self.mask = mask.to(rows.device)

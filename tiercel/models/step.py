@@ -136,8 +136,7 @@ class EagerTarget:
         """See ``StepModel``."""
         attention = PagedAttention(step.rows, storages, self.description.num_heads // self.description.num_kv_heads)
         hidden = self.decoder(step.token_ids, step.rows.positions, attention)
-        logits = self.decoder.logits(hidden[step.wanted])
-        return StepOutput(hidden, best_ids(logits), logits)
+        return _output(step, hidden, self.decoder.logits(hidden[step.wanted]))
 
 
 class EagerMtpLayer:
@@ -155,15 +154,18 @@ class EagerMtpLayer:
         attention = PagedAttention(step.rows, storages, body.num_heads // body.num_kv_heads)
         rotary, embeddings = self.draft.rotary(step.rows.positions), self.draft.embed(step.token_ids)
         hidden = self.draft.layers[self.index](embeddings, step.target_hidden, rotary, 0, attention)
-        logits = self.draft.logits(self.index, hidden[step.wanted])
-        confidence = logits.softmax(-1).amax(-1).nan_to_num(0.0) if step.with_confidence else None
-        return StepOutput(hidden, best_ids(logits), logits, confidence)
+        return _output(step, hidden, self.draft.logits(self.index, hidden[step.wanted]))
 
 
 def eager_draft(draft: MtpDraft) -> DraftModel:
     """``draft`` as modules."""
     layers: list[StepModel] = [EagerMtpLayer(draft, i) for i in range(draft.description.num_layers)]
     return DraftModel(draft.description, layers, draft.target_ids)
+
+
+def _output(step: StepInput, hidden: Tensor, logits: Tensor) -> StepOutput:
+    confidence = logits.softmax(-1).amax(-1).nan_to_num(0.0) if step.with_confidence else None
+    return StepOutput(hidden, best_ids(logits), logits, confidence)
 
 
 def best_ids(logits: Tensor) -> Tensor:

@@ -91,3 +91,8 @@ def candidates(
     top = scores.log_softmax(-1).topk(min(count, scores.shape[1]))
     ids: list[list[int]] = token_ids[top.indices].tolist()
     return ids, top.values.tolist()
+
+
+def floor_of(min_confidence: float) -> float:
+    """The score that a path of this probability has."""
+    return math.log(min_confidence) if min_confidence else -math.inf

@@ -5,7 +5,6 @@ rows of known tokens come the drafts, each behind its parent. Their keys and val
 extend reads those rows again with verified tokens.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -166,8 +165,3 @@ class MtpTree:
             if piece.drafts:
                 piece.tree.grow(ids[first : first + count], scores[first : first + count], self.topk, self.floor)
             first += count
-
-
-def floor_of(min_confidence: float) -> float:
-    """The score that a path of this probability has."""
-    return math.log(min_confidence) if min_confidence else -math.inf

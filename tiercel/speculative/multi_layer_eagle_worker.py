@@ -27,39 +27,12 @@ from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import DraftModel, DraftTokens, StepInput
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
-from tiercel.speculative.draft_tree import DraftTree
-from tiercel.speculative.mtp_tree import MtpTree, TreeRows, floor_of
+from tiercel.speculative.draft_tree import DraftTree, floor_of
+from tiercel.speculative.kept_hidden import KeptHidden
+from tiercel.speculative.mtp_tree import MtpTree, TreeRows
 from tiercel.speculative.ngram import NOTHING, Continuation, NgramIndex
 from tiercel.speculative.sampling import RowSampling, choose, needs_logits
 from tiercel.speculative.target_runner import TargetRunner
-
-
-class KeptHidden:
-    """The target's hidden states of a request's rows ``start ..``, as they came; each piece is ``[rows, hidden_size]``."""
-
-    def __init__(self, start: int) -> None:
-        self.start = self.end = start
-        self.pieces: list[Tensor] = []
-
-    def append(self, hidden: Tensor) -> None:
-        """Add the rows that follow."""
-        self.pieces.append(hidden)
-        self.end += len(hidden)
-
-    def since(self, row: int) -> Tensor:
-        """Rows ``row .. end - 1``."""
-        found, first = [], self.end
-        for piece in reversed(self.pieces):
-            if first <= row:
-                break
-            first -= len(piece)
-            found.append(piece)
-        return torch.cat(found[::-1])[row - first :]
-
-    def forget_before(self, row: int) -> None:
-        """Let go of rows before ``row``; whole pieces stay until none of their rows is needed."""
-        while self.pieces and self.start + len(self.pieces[0]) <= row:
-            self.start += len(self.pieces.pop(0))
 
 
 @dataclass(slots=True)

@@ -4,16 +4,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tiercel.core.config import EngineConfig, SpecConfig
 from tiercel.core.depths import Depth, DepthTable
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.hub import resolve_model
 from tiercel.models.mtp_checkpoint import check_fit, load_draft_model, read_description, resolve_draft
+from tiercel.models.opening import load_model, open_checkpoint
+from tiercel.speculative.autoregressive_worker import DEFAULT_NUM_STEPS
 from tiercel.speculative.base_worker import SpecWorker
 from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
 from tiercel.speculative.ngram_worker import NgramWorker
 from tiercel.speculative.null_worker import NullWorker
+from tiercel.speculative.standalone_worker import StandaloneWorker
 from tiercel.speculative.target_runner import TargetRunner
 from tiercel.speculative.tuned import read_tuned, tune_folder, tune_key
 
@@ -53,6 +58,25 @@ def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
         num_draft_tokens=context.spec.num_draft_tokens,
         max_batch_size=context.engine.max_batch_size,
     )
+
+
+def _standalone(context: WorkerContext) -> SpecWorker:
+    checkpoint = open_standalone(context.spec, context.checkpoint)
+    draft = load_model(checkpoint, context.engine, context.target.placement)
+    kv_dtype = draft.kv_dtype if context.engine.kv_dtype == "auto" else context.target.kv_dtype
+    return StandaloneWorker(context.target, draft, kv_dtype, **_autoregressive(context))
+
+
+def _autoregressive(context: WorkerContext) -> dict[str, Any]:
+    spec = context.spec
+    return {
+        "num_steps": DEFAULT_NUM_STEPS if spec.num_steps is None else spec.num_steps,
+        "topk": spec.topk,
+        "num_draft_tokens": spec.num_draft_tokens,
+        "min_confidence": _min_confidence(context),
+        "max_verify_rows": _max_verify_rows(context),
+        "max_batch_size": context.engine.max_batch_size,
+    }
 
 
 CPU_VERIFY_ROWS = 8
@@ -107,6 +131,7 @@ def _tuned(context: WorkerContext, draft: Path) -> DepthTable | None:
 WORKERS: dict[str, Callable[[WorkerContext], SpecWorker]] = {
     NullWorker.method: _null,
     MultiLayerEagleWorker.method: _multi_layer_eagle,
+    StandaloneWorker.method: _standalone,
     NgramWorker.method: _ngram,
 }
 
@@ -131,6 +156,27 @@ def check_spec(spec: SpecConfig, checkpoint: Checkpoint) -> None:
         description = read_description(folder)
         check_fit(description, checkpoint, folder)
         checked_num_steps(spec, description.num_layers, str(folder))
+    elif spec.method == StandaloneWorker.method:
+        open_standalone(spec, checkpoint)
+
+
+def open_standalone(spec: SpecConfig, target: Checkpoint) -> Checkpoint:
+    """The draft model that ``spec`` names.
+
+    Raises:
+        UserError: it names none, or one whose tokens are not the target's; see also ``resolve_model`` and ``open_checkpoint``.
+    """
+    if spec.draft == "auto":
+        raise UserError(
+            "method 'standalone' needs a draft model: name a smaller one with the target's tokenizer (--draft)"
+        )
+    found = open_checkpoint(resolve_model(spec.draft))
+    if found.tokenizer.vocabulary_in_order() != target.tokenizer.vocabulary_in_order():
+        raise UserError(
+            f"draft model {spec.draft} does not fit {target.path}: its tokenizer has other tokens; "
+            "choose a model of the same family"
+        )
+    return found
 
 
 def checked_num_steps(spec: SpecConfig, num_layers: int, draft: str) -> int:
