@@ -5,12 +5,22 @@ from typing import TYPE_CHECKING, Any
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
+from tiercel.core.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from tiercel.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "SpecConfig", "TraceConfig", "UserError", "__version__"]
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "SamplingParams",
+    "SpecConfig",
+    "StructuredOutputs",
+    "TraceConfig",
+    "UserError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

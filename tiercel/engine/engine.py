@@ -17,6 +17,7 @@ from tiercel.core.request import FinishReason, Request
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.device.placement import Placement, place
 from tiercel.engine.outputs import StepOutput
+from tiercel.engine.sampling_checks import check_sampling
 from tiercel.engine.scheduler import Scheduler
 from tiercel.kvcache.manager import KvCacheManager
 from tiercel.models.checkpoint import Checkpoint
@@ -109,11 +110,12 @@ class Engine:
         scheduler, kv = self.scheduler, self.kv
         return Load(len(scheduler.admitted), len(scheduler.waiting), kv.num_slots_used, kv.num_slots_total)
 
-    def check_request(self, request_id: str, prompt_token_ids: list[int]) -> None:
+    def check_request(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
         """Refuse a request that cannot run; nothing is queued or recorded.
 
         Raises:
-            UserError: an empty prompt, a token id out of range, a prompt that fills the context or the KV pool, or an id in use.
+            UserError: an empty prompt, a token id out of range, a prompt that fills the context or the KV pool, an id in use,
+                or a wish that cannot be granted.
         """
         count, vocab_size = len(prompt_token_ids), self.checkpoint.description.vocab_size
         if request_id in self.requests:
@@ -122,6 +124,7 @@ class Engine:
             raise UserError(
                 f"request {request_id}: the prompt must hold at least one token, each an integer from 0 to {vocab_size - 1}"
             )
+        check_sampling(sampling, vocab_size)
         limit = min(self.max_model_len, self.kv.num_slots_total)
         if count >= limit:
             what = "context" if limit == self.max_model_len else "KV pool (kv_tokens)"
@@ -149,11 +152,12 @@ class Engine:
         Raises:
             UserError: see ``check_request``; or the time-out is not above 0.
         """
-        self.check_request(request_id, prompt_token_ids)
+        self.check_request(request_id, prompt_token_ids, sampling)
         if timeout_s is not None and not timeout_s > 0:
             raise UserError(f"request {request_id}: timeout_s={timeout_s} is not allowed: give seconds above 0")
         room = self.max_model_len - len(prompt_token_ids)
-        sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        most = min(sampling.max_tokens, room)
+        sampling = dataclasses.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         stats = self.pipeline.new_time_stats(request_id, trace_headers)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         eos = frozenset(self.checkpoint.description.eos_token_ids)

@@ -157,8 +157,8 @@ class LLM:
         if self.engine.requests:
             raise UserError("another generate or stream call of this LLM is still running: finish or close it first")
         encoded = [self.encode(prompt, chat=chat) for prompt in listed]
-        for request_id, token_ids in zip(ids, encoded, strict=True):  # all of them, before any leaves a record
-            self.engine.check_request(request_id, token_ids)
+        for asked in zip(ids, encoded, wishes, strict=True):  # all of them, before any leaves a record
+            self.engine.check_request(*asked)
         added: list[str] = []
         try:
             for request_id, token_ids, wish, header in zip(ids, encoded, wishes, headers, strict=True):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,7 +67,7 @@ def request_record(req: Request, stats: ReqTimeStats, model: str, method: str, n
         model=model,
         method=method,
         num_steps=num_steps,
-        sampling=asdict(req.sampling) | {"seed": req.seed},
+        sampling=req.sampling.to_json() | {"seed": req.seed},
         arrival_unix_s=to_epoch_ns(stats.created_ns) / 1e9,
         prompt_tokens=req.num_prompt_tokens,
         completion_tokens=len(req.output_token_ids),
