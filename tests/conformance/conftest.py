@@ -16,4 +16,4 @@ Drafts = dict[str, str]
 def drafts(toy_modules: LoadedTarget, toy_small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
     folder = tmp_path_factory.mktemp("echoing-draft")
     save_draft(echoing_draft(toy_modules), folder, {})
-    return {"multi-layer-eagle": str(folder), "standalone": str(toy_small_model)}
+    return {"multi-layer-eagle": str(folder), "eagle": str(folder), "standalone": str(toy_small_model)}

@@ -67,8 +67,8 @@ def check_drafter(
     engine, worker = make(target, spec, config)
     grow, seen_places = worker.grow, []
 
-    def watched(growths: dict[str, Growth], depths: dict[str, int], known_depth: int) -> None:
-        grow(growths, depths, known_depth)
+    def watched(growths: dict[str, Growth], depths: dict[str, int]) -> None:
+        grow(growths, depths)
         if sum(seen_places) < 150:
             seen_places.extend(check_growth(g, worker.reader, scores, g.token_ids) for g in growths.values())
 

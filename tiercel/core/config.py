@@ -8,8 +8,9 @@ from tiercel.core.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "q8_0")
-SPEC_METHODS = ("none", "multi-layer-eagle", "standalone", "ngram")
-TREE_METHODS = ("multi-layer-eagle", "standalone")
+SPEC_METHODS = ("none", "multi-layer-eagle", "eagle", "standalone", "ngram")
+AUTOREGRESSIVE_METHODS = ("eagle", "standalone")
+TREE_METHODS = ("multi-layer-eagle", *AUTOREGRESSIVE_METHODS)
 TRACE_LEVELS = (0, 1, 2, 3)
 NGRAM_MATCH, NGRAM_TOKENS = 2, 7
 DEFAULT_MODEL = "smollm2-135m"
@@ -83,10 +84,10 @@ class SpecConfig:
     Args:
         method: one of ``SPEC_METHODS``; ``none`` is plain decoding.
         draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the shipped draft that was trained for this target. For
-            ``standalone`` a model, named as ``EngineConfig.model`` names one.
+            ``eagle`` its first MTP layer is taken. For ``standalone`` a model, named as ``EngineConfig.model`` names one.
         num_steps: positions drafted for per round (K): MTP layers in use, each of which drafts one token; None takes every one
-            that the draft holds on a GPU, and on a CPU as many as pay (see ``depths``). For ``standalone``, how often the
-            draft model runs; None stands for 3. 0 decodes plainly under the speculative worker.
+            that the draft holds on a GPU, and on a CPU as many as pay (see ``depths``). For ``eagle`` and ``standalone``
+            how often the draft runs; None stands for 3. 0 decodes plainly under the speculative worker.
         ngram_match: prompt lookup: where so many tokens at the end of a request's text occurred in it before, the draft is
             what followed then, in place of the MTP layers'. 0 turns it off; None stands for 2, and for 0 where nothing drafts.
         ngram_tokens: drafts per round at most from prompt lookup, and never more than tokens agreed. None stands for 7.
@@ -140,7 +141,7 @@ class SpecConfig:
         unused = {
             "none": ("num_steps", "ngram_match", "ngram_tokens", "depths"),
             "ngram": ("num_steps", "depths"),
-            "standalone": ("ngram_match", "ngram_tokens", "depths"),
+            **dict.fromkeys(AUTOREGRESSIVE_METHODS, ("ngram_match", "ngram_tokens", "depths")),
         }
         for name in unused.get(self.method, ()):
             if getattr(self, name):
@@ -172,7 +173,7 @@ class SpecConfig:
     @property
     def lookup(self) -> tuple[int, int]:
         """``ngram_match`` and ``ngram_tokens`` in force; ``(0, 0)`` where prompt lookup is off."""
-        is_plain = self.method in ("none", "standalone") or self.num_steps == 0
+        is_plain = self.method in ("none", *AUTOREGRESSIVE_METHODS) or self.num_steps == 0
         match = (0 if is_plain else NGRAM_MATCH) if self.ngram_match is None else self.ngram_match
         return (match, self.ngram_tokens or NGRAM_TOKENS) if match else (0, 0)
 

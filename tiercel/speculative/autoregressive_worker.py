@@ -71,13 +71,13 @@ class AutoregressiveWorker(SpecWorker):
         wish = RowSampling(req.sampling, req.seed, end + self.reader.shift)
         return Growth(req.token_ids, start, end, self.kv.slots(req.request_id), wish)
 
-    def grow(self, growths: dict[str, Growth], depths: dict[str, int], known_depth: int) -> None:
-        """Let trees that reach ``known_depth`` positions grow to their depths."""
+    def grow(self, growths: dict[str, Growth], depths: dict[str, int]) -> None:
+        """Let trees that have their first position grow to their depths."""
         first = self.kv.num_slots_total
         for index, growth in enumerate(growths.values()):
             if self.topk > 1:
                 growth.scratch = torch.arange(self.num_scratch) + first + index * self.num_scratch
-        for depth in range(known_depth, self.num_steps):
+        for depth in range(1, self.num_steps):
             going_on = [g for name, g in growths.items() if depths[name] > depth and g.tree.frontier]
             if not going_on:
                 return

@@ -51,7 +51,7 @@ class StandaloneWorker(AutoregressiveWorker):
                 growths[req.request_id], depths[req.request_id] = state.growth, depth
         if growths:
             self.reader.read(list(growths.values()))
-            self.grow(growths, depths, 1)
+            self.grow(growths, depths)
         return self.proposals(batch, growths, {})
 
     def draft_extend(self, rows: ComputedRows) -> list[int]:
