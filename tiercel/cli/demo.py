@@ -112,8 +112,8 @@ def _compare(
                 console.print(
                     f"[red]{name}: the output differs from plain decoding[/] (a tie between two tokens, or a fault)"
                 )
-            with_spec.append(ours.tokens_per_second or 0.0)
-            without.append(reference.tokens_per_second or 0.0)
+            with_spec.append(ours.record.tokens_per_second or 0.0)
+            without.append(reference.record.tokens_per_second or 0.0)
     return with_spec, without
 
 

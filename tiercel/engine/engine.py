@@ -10,7 +10,7 @@ from time import perf_counter_ns
 import torch
 from opentelemetry.sdk.trace.export import SpanExporter
 
-from tiercel.core.batch import Batch, ForwardMode, GenerationBatchResult
+from tiercel.core.batch import Batch, ForwardMode, GenerationBatchResult, StepRecord
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.errors import UserError
 from tiercel.core.request import FinishReason, Request
@@ -64,6 +64,8 @@ class Engine:
         target: a target that is loaded already; None loads ``config.model``.
         exporters: further span exporters.
 
+    ``last_step`` is the record of the latest step.
+
     Raises:
         UserError: the model, the draft or a setting cannot work.
     """
@@ -97,6 +99,7 @@ class Engine:
         self.max_model_len = _context_limit(config, checkpoint.description.max_position)
         self.scheduler = Scheduler(config, self.kv, worker.num_steps, self._preempted, worker.num_draft_tokens)
         self.requests: dict[str, Request] = {}
+        self.last_step: StepRecord | None = None
         self._deadlines: dict[str, int] = {}  # of those that have one
         view = EngineView(worker.method, worker.num_steps, worker.num_layers, self.load, worker.depths)
         self.pipeline = open_pipeline(trace, model_name, exporters, view)
@@ -229,6 +232,7 @@ class Engine:
             for req in batch.reqs:
                 req.spec.stage_ns.add(stage_ns)
         self.pipeline.on_step(record)
+        self.last_step = record
         outputs = []
         for req, count in zip(batch.reqs, result.num_emitted, strict=True):
             tail = len(req.output_token_ids) - count

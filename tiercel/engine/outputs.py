@@ -64,27 +64,14 @@ class RequestOutput:
         prompt, completion = self.record.prompt_tokens, self.record.completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    @property
-    def generation_ms(self) -> float | None:
-        """Milliseconds from the first token to the end."""
-        first = self.record.time_to_first_token_ms
-        return None if first is None else self.record.e2e_ms - first
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens after the first, per second of generation (prefill left out); None below two tokens."""
-        if self.generation_ms is None or self.record.completion_tokens < 2:
-            return None
-        return (self.record.completion_tokens - 1) / self.generation_ms * 1e3
-
     def to_json(self) -> dict[str, Any]:
         """The object that ``tiercel generate --json`` prints."""
         metrics = {
             "time_to_first_token_ms": self.record.time_to_first_token_ms,
             "queue_time_ms": self.record.queue_ms,
-            "generation_time_ms": self.generation_ms,
+            "generation_time_ms": self.record.generation_ms,
             "e2e_ms": self.record.e2e_ms,
-            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second": self.record.tokens_per_second,
             "num_preemptions": self.record.num_preemptions,
             "error": self.record.error,
             "token_sources": self.sources,

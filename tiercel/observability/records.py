@@ -53,6 +53,19 @@ class RequestRecord:
     spec: dict[str, Any]
     schema_version: int = SCHEMA_VERSION
 
+    @property
+    def generation_ms(self) -> float | None:
+        """Milliseconds from the first token to the end."""
+        first = self.time_to_first_token_ms
+        return None if first is None else self.e2e_ms - first
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens after the first, per second of generation (prefill left out); None below two tokens."""
+        if self.generation_ms is None or self.completion_tokens < 2:
+            return None
+        return (self.completion_tokens - 1) / self.generation_ms * 1e3
+
 
 def request_record(req: Request, stats: ReqTimeStats, model: str, method: str, num_steps: int) -> RequestRecord:
     """The record of a request that has just finished."""

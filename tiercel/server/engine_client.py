@@ -3,7 +3,9 @@
 import asyncio
 import multiprocessing
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
+from itertools import count
+from queue import SimpleQueue
 from time import monotonic
 
 from tiercel.core.errors import TiercelError, UserError
@@ -13,14 +15,19 @@ from tiercel.server import engine_process
 from tiercel.server.messages import (
     Abort,
     Add,
+    Ask,
     CannotStart,
     Close,
     Command,
     EngineSettings,
     Event,
+    Question,
     Ready,
     Refused,
+    Reply,
+    Stepped,
     Tokens,
+    Watch,
 )
 
 Answer = Tokens | Exception
@@ -34,12 +41,19 @@ class EngineClient:
     """Starts the engine in a process of its own and talks to it. Every method is for the event loop's thread.
 
     ``last_turn`` is the ``time.monotonic`` of the last turn of the engine's loop that was heard of; ``load`` is from then.
+
+    Args:
+        settings: what the process is started with.
+        on_step: hears of every turn of the loop, on the event loop's thread; see ``watch``.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: EngineSettings, on_step: Callable[[Stepped], None] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._on_step = on_step
         self._answers: dict[str, asyncio.Queue[Answer]] = {}
+        self._replies: dict[int, asyncio.Future[str]] = {}
+        self._numbers = count()
+        self._ended = asyncio.Event()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self.load: Load | None = None
         self.last_turn = monotonic()
@@ -50,6 +64,10 @@ class EngineClient:
         theirs.close()  # so that the pipe ends when the process does
         self._reader = threading.Thread(target=self._read, name="tiercel-engine-events", daemon=True)
         self._reader.start()
+        # A full pipe must not hold up the event loop: the engine reads only between steps.
+        self._outbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="tiercel-engine-commands", daemon=True)
+        self._writer.start()
 
     @property
     def pid(self) -> int | None:
@@ -74,6 +92,40 @@ class EngineClient:
         """
         return await asyncio.shield(self._ready)
 
+    def is_open(self, request_id: str) -> bool:
+        """Whether somebody waits for this request."""
+        return request_id in self._answers
+
+    def abort_all(self) -> None:
+        """Abort what runs; the streams end with their records."""
+        for request_id in list(self._answers):
+            self._send(Abort(request_id))
+
+    async def ended(self) -> None:
+        """Wait until the process has ended, for whatever reason."""
+        await self._ended.wait()
+
+    async def ask(self, question: Question) -> str:
+        """Have a question answered between two steps.
+
+        Raises:
+            UserError: it asks for what cannot be.
+            EngineDied: the process has ended.
+        """
+        number = next(self._numbers)
+        reply: asyncio.Future[str] = self._loop.create_future()
+        self._replies[number] = reply
+        try:
+            self._send(Ask(number, question))
+            return await reply
+        finally:
+            del self._replies[number]
+
+    def watch(self, wanted: bool) -> None:
+        """Have ``on_step`` get step records too, or no longer."""
+        if self.is_alive:
+            self._send(Watch(wanted))
+
     async def stream(
         self,
         request_id: str,
@@ -81,7 +133,7 @@ class EngineClient:
         sampling: SamplingParams,
         trace_headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Tokens]:
+    ) -> AsyncGenerator[Tokens, None]:
         """Run a request; the last item carries its record. Leaving early, or being cancelled, aborts it.
 
         Raises:
@@ -118,14 +170,22 @@ class EngineClient:
             self._process.kill()
             await asyncio.to_thread(self._process.join)
         await asyncio.to_thread(self._reader.join)
+        self._outbox.put(None)
+        await asyncio.to_thread(self._writer.join)
         self._pipe.close()
         return self._process.exitcode
 
     def _send(self, command: Command) -> None:
-        try:
-            self._pipe.send(command)
-        except OSError as error:
-            raise EngineDied("the engine's process has ended") from error
+        if not self._reader.is_alive():
+            raise EngineDied("the engine's process has ended")
+        self._outbox.put(command)
+
+    def _write(self) -> None:
+        while (command := self._outbox.get()) is not None:
+            try:
+                self._pipe.send(command)
+            except OSError:
+                return  # the process has ended, as the reader will say
 
     def _read(self) -> None:
         try:
@@ -142,10 +202,23 @@ class EngineClient:
             self._ready.set_exception(UserError(event.message))
         elif isinstance(event, Refused):
             self._tell(event.request_id, UserError(event.message))
+        elif isinstance(event, Reply):
+            self._settle(event)
         else:
             self.load = event.load
             for tokens in event.tokens:
                 self._tell(tokens.request_id, tokens)
+            if self._on_step:
+                self._on_step(event)
+
+    def _settle(self, event: Reply) -> None:
+        reply = self._replies.get(event.number)
+        if reply is None or reply.done():  # whoever asked has left
+            return
+        if event.mistake is None:
+            reply.set_result(event.text)
+        else:
+            reply.set_exception(UserError(event.mistake))
 
     def _tell(self, request_id: str, answer: Answer) -> None:
         waiting = self._answers.get(request_id)
@@ -158,3 +231,7 @@ class EngineClient:
             self._ready.set_exception(died)
         for waiting in self._answers.values():
             waiting.put_nowait(died)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(died)
+        self._ended.set()

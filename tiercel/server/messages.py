@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tiercel.core.batch import StepRecord
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.observability.metrics import Load
@@ -40,15 +41,70 @@ class Close:
     """Abort what runs, flush traces and records, and exit with code 0."""
 
 
-Command = Add | Abort | Close
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """From now on tell of the steps themselves, or no longer."""
+
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMetrics:
+    """Ask for the metrics in Prometheus' text format."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetTraceLevel:
+    """See ``LLM.set_trace_level``."""
+
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartProfile:
+    """Have PyTorch's profiler watch the engine's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopProfile:
+    """End it, and write a Chrome trace into a folder; its path is the answer."""
+
+    folder: str
+
+
+Question = ReadMetrics | SetTraceLevel | StartProfile | StopProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question, with the number that its answer carries."""
+
+    number: int
+    question: Question
+
+
+Command = Add | Abort | Watch | Ask | Close
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is loaded."""
+    """The model is loaded.
+
+    Args:
+        model_name: the engine's name for it.
+        max_model_len: context in tokens.
+        max_request_len: tokens of a prompt and its answer at most, by context and KV pool.
+        vocab_size: token ids are below.
+        num_slots: requests that run at once.
+        drafting: who drafts, how deep, and why, in words.
+    """
 
     model_name: str
     max_model_len: int
+    max_request_len: int
+    vocab_size: int
+    num_slots: int
+    drafting: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +134,20 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The loop has turned once, idle or not."""
+    """The loop has turned once, idle or not. ``step`` is there while somebody watches, if the turn played a step."""
 
     tokens: list[Tokens]
     load: Load
+    step: StepRecord | None = None
 
 
-Event = Ready | CannotStart | Refused | Stepped
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to an ``Ask``; ``mistake`` in its place where the user asked for what cannot be."""
+
+    number: int
+    text: str = ""
+    mistake: str | None = None
+
+
+Event = Ready | CannotStart | Refused | Stepped | Reply
