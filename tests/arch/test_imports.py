@@ -44,6 +44,7 @@ EXTRA = {
     "cli/main.py": {FRONT_DOOR, "importlib"},
     "bench/hardware.py": {"importlib"},
     "server/app.py": {"importlib"},
+    "server/control.py": {"importlib"},
 }
 """Files that may do more than their room: the round holds the trace hooks; the command line finds its commands by name; results
 and the API name the installed version."""

@@ -33,6 +33,10 @@ def command(
     on_engine_death: Annotated[str, typer.Option(help="restart, or exit (with code 1).")] = "restart",
     spec_metrics: Annotated[str, typer.Option(help="Acceptance in responses: off, summary or detailed.")] = "summary",
     max_body_mb: Annotated[int, typer.Option(help="Larger request bodies are refused.")] = 16,
+    events: Annotated[
+        bool, typer.Option("--events/--no-events", help="Offer /events, which shows the tokens of every request.")
+    ] = True,
+    profile_dir: Annotated[str | None, typer.Option(help="Folder for /stop_profile; without it there is none.")] = None,
     *,
     settings: Settings,
 ) -> None:
@@ -51,6 +55,8 @@ def command(
         on_engine_death=on_engine_death,  # type: ignore[arg-type]  # checked there
         spec_metrics=spec_metrics,  # type: ignore[arg-type]
         max_body_mb=max_body_mb,
+        events=events,
+        profile_dir=profile_dir,
     )
     try:
         serve(EngineSettings(*settings), config, _say_ready)

@@ -5,7 +5,7 @@ lock, so every scrape shows whole steps.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from threading import Lock
 
@@ -46,18 +46,19 @@ class MetricStore(Collector):
     Args:
         model: value of the label ``model_name``.
         vllm_names: export families that vLLM has too under its names as well, with its labels.
+        families: what there is.
 
     ``lock`` is held around whatever belongs together. ``readers`` are asked at every scrape, on the scraper's thread.
     """
 
-    def __init__(self, model: str, *, vllm_names: bool = False) -> None:
+    def __init__(self, model: str, *, vllm_names: bool = False, families: Sequence[Family] = FAMILIES) -> None:
         self.lock = Lock()
         self.readers: list[Callable[[], Iterable[Reading]]] = []
         self.registry = CollectorRegistry()
-        self._model, self._vllm_names = model, vllm_names
-        self._numbers: dict[Family, dict[Labels, float]] = {f: {} for f in FAMILIES if f.kind is not Kind.HISTOGRAM}
-        self._histograms: dict[Family, dict[Labels, _Histogram]] = {f: {} for f in FAMILIES if f.kind is Kind.HISTOGRAM}
-        for family in FAMILIES:
+        self._model, self._vllm_names, self._families = model, vllm_names, families
+        self._numbers: dict[Family, dict[Labels, float]] = {f: {} for f in families if f.kind is not Kind.HISTOGRAM}
+        self._histograms: dict[Family, dict[Labels, _Histogram]] = {f: {} for f in families if f.kind is Kind.HISTOGRAM}
+        for family in families:
             if not family.labels:
                 self.declare(family, ())
         self.registry.register(self)
@@ -96,7 +97,7 @@ class MetricStore(Collector):
         for read in self.readers:
             for family, labels, value in read():
                 numbers[family][labels] = value
-        for family in FAMILIES:
+        for family in self._families:
             yield self._metric(family, family.name, ("model_name", *family.labels), (), numbers, histograms)
             if self._vllm_names and family.vllm:
                 names = ("model_name", "engine", *(family.vllm_labels or family.labels))

@@ -1,5 +1,6 @@
 """Every Prometheus family that Tiercel exports: one table, from which the exposition is built and docs/metrics.md is held."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -249,10 +250,10 @@ FAMILIES = tuple(value for value in list(globals().values()) if isinstance(value
 """All of the above, in that order."""
 
 
-def markdown_table() -> str:
-    """The families as docs/metrics.md shows them."""
+def markdown_table(families: Sequence[Family] = FAMILIES) -> str:
+    """Families as the documentation shows them."""
     rows = ["| family | type | labels | meaning | in vLLM |", "|---|---|---|---|---|"]
-    for family in FAMILIES:
+    for family in families:
         labels = ", ".join(f"`{label}`" for label in family.labels) or "–"
         vllm = f"`{family.vllm}`" if family.vllm else "–"
         rows.append(f"| `{family.name}` | {family.kind} | {labels} | {family.help} | {vllm} |")

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +23,9 @@ class Gate:
     def __init__(self, num_slots: int, max_queue: int) -> None:
         self._num_slots, self._limit = num_slots, num_slots + max_queue
         self._usual_s = 1.0
-        self.num_open = 0
+        self.num_open = self.num_received = 0
+        self.ended: Counter[str] = Counter()
+        """Answers by how they ended; with the open ones they make up those received."""
         self.is_draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -43,6 +46,7 @@ class Gate:
                 code="queue_full",
                 headers={"Retry-After": str(min(wait, 60))},
             )
+        self.num_received += count
         self._change(count)
         return Ticket(self, count)
 
@@ -67,7 +71,7 @@ class Gate:
 
 
 class Ticket:
-    """Room that is held until it is released, once."""
+    """Room for answers, held until each has ended. Those that nobody has ended when it is released, the client has left."""
 
     def __init__(self, gate: Gate, count: int) -> None:
         self._gate, self._count = gate, count
@@ -80,7 +84,13 @@ class Ticket:
     ) -> None:
         self.release()
 
-    def release(self) -> None:
-        """Give the room back."""
-        self._gate._change(-self._count)
-        self._count = 0
+    def end(self, how: str, count: int = 1) -> None:
+        """So many answers have ended."""
+        count = min(count, self._count)
+        self._count -= count
+        self._gate.ended[how] += count
+        self._gate._change(-count)
+
+    def release(self, how: str = "disconnected") -> None:
+        """Give back what room is left."""
+        self.end(how, self._count)

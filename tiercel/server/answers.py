@@ -9,13 +9,19 @@ from typing import Any, Protocol
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
+from tiercel.core.errors import UserError
 from tiercel.observability.records import RequestRecord
+from tiercel.server.admission import Ticket
 from tiercel.server.bodies import StreamOptions, Wishes
 from tiercel.server.config import SpecMetrics
+from tiercel.server.engine_client import EngineDied
 from tiercel.server.errors import ApiError, invalid
 from tiercel.server.generation import Answer, AnswerFailed, Job, Piece, pieces
 from tiercel.server.service import REQUEST_ID, Service
 from tiercel.server.streaming import DONE, ClientLeft, EventStream, event, while_listening
+
+HOW_ENDED: dict[type[Exception], str] = {UserError: "refused", EngineDied: "engine_died", ApiError: "engine_died"}
+"""What becomes of an exchange's answers when it fails."""
 
 
 class Shape(Protocol):
@@ -44,6 +50,7 @@ class Exchange:
     shape: Shape
     answer_id: str
     created: int
+    ticket: Ticket
 
 
 async def respond(
@@ -62,8 +69,8 @@ async def respond(
     for job in jobs:
         if engine.is_open(job.request_id):
             raise invalid(REQUEST_ID, f"{job.request_id!r} is being answered; choose another")
-    exchange = Exchange(service, request, body, jobs, shape, name, int(time.time()))
     ticket = service.gate.admit(len(jobs))
+    exchange = Exchange(service, request, body, jobs, shape, name, int(time.time()), ticket)
     if body.stream:
         return EventStream(_events(exchange), ticket)
     with ticket:
@@ -106,12 +113,18 @@ async def _events(exchange: Exchange) -> AsyncGenerator[bytes, None]:
 
 
 async def _pieces(exchange: Exchange) -> AsyncGenerator[Piece, None]:
-    service = exchange.service
-    async with aclosing(pieces(service.engine, service.tokenizer, exchange.jobs)) as stream:
-        async for piece in stream:
-            if piece.record and piece.record.queue_ms is not None:
-                service.gate.learn((piece.record.e2e_ms - piece.record.queue_ms) / 1e3)
-            yield piece
+    service, ticket = exchange.service, exchange.ticket
+    try:
+        async with aclosing(pieces(service.engine, service.tokenizer, exchange.jobs)) as stream:
+            async for piece in stream:
+                if record := piece.record:
+                    ticket.end(record.finish_reason)
+                    if record.queue_ms is not None:
+                        service.gate.learn((record.e2e_ms - record.queue_ms) / 1e3)
+                yield piece
+    except Exception as error:
+        ticket.release(HOW_ENDED.get(type(error), "error"))
+        raise
 
 
 def _envelope(exchange: Exchange, kind: str) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from fastapi import APIRouter, FastAPI
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
-from tiercel.server import chat, completions, health
+from tiercel.server import chat, completions, control, health, tokenizing
 from tiercel.server.edge import Edge
 from tiercel.server.errors import handle_errors
 from tiercel.server.service import Service
 
-ROUTERS: tuple[APIRouter, ...] = (chat.router, completions.router, health.router)
+ROUTERS: tuple[APIRouter, ...] = (chat.router, completions.router, tokenizing.router, health.router, control.router)
 
 
 class ErrorContent(BaseModel):
@@ -56,7 +56,7 @@ def make_app(service: Service) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     handle_errors(app)
-    app.add_middleware(Edge, api_key=config.api_key)
+    app.add_middleware(Edge, api_key=config.api_key, count=service.metrics.count_response)
     if config.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"])
     _describe_400(app)

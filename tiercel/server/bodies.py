@@ -161,9 +161,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1)] = None
-    tools: list[Tool] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):

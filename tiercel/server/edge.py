@@ -1,8 +1,10 @@
 """Before any route: the request's name comes back in ``X-Request-Id``, and whoever has no key is sent away."""
 
 import secrets
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tiercel.server.errors import ApiError, error_response
@@ -18,9 +20,11 @@ class Edge:
     Args:
         app: what comes after.
         api_key: None lets everybody in.
+        count: told the route and the status of each response.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, count: Callable[[str, int], None]) -> None:
+        self._count = count
         self._app, self._key = app, None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,6 +39,8 @@ class Edge:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID] = name
+                route = scope.get("route")
+                self._count(route.path if isinstance(route, Route) else "other", message["status"])
             await send(message)
 
         if self._is_welcome(scope, headers):

@@ -83,6 +83,11 @@ class EngineClient:
         """Whether the model is loaded and the process still there."""
         return self._ready.done() and self._reader.is_alive()
 
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the loop's last turn that was heard of."""
+        return monotonic() - self.last_turn
+
     async def ready(self) -> Ready:
         """Wait until the model is loaded.
 

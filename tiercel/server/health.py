@@ -29,11 +29,11 @@ async def ready(service: Serving) -> JSONResponse:
 def _state(service: Service) -> str:
     if not service.supervisor.engine.is_alive:
         return "dead"
-    return "stuck" if service.step_age_s > service.config.stuck_s else "ok"
+    return "stuck" if service.supervisor.engine.step_age_s > service.config.stuck_s else "ok"
 
 
 def _answer(service: Service, state: str, is_well: bool) -> JSONResponse:
-    age = round(service.step_age_s, 3)
+    age = round(service.supervisor.engine.step_age_s, 3)
     content = {"status": state, "last_step_age_s": age, "engine_deaths": service.supervisor.num_deaths}
     return JSONResponse(content, 200 if is_well else 503)
 

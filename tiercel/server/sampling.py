@@ -1,52 +1,55 @@
 """From a request's fields to the engine's ``SamplingParams``. A field that has no effect here is refused by name."""
 
-from dataclasses import fields
+import re
 from typing import Any
 
+from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
+from tiercel.engine.sampling_checks import check_sampling
 from tiercel.server.bodies import ChatBody, CompletionBody, Wishes
-from tiercel.server.errors import invalid
+from tiercel.server.errors import ApiError, invalid
 
-ENGINE_FIELDS = {field.name for field in fields(SamplingParams)}
 PASSED_ON = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "stop_token_ids", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
-    *("ignore_eos", "include_stop_str_in_output"),
+    *("frequency_penalty", "repetition_penalty", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("ignore_eos", "include_stop_str_in_output", "n"),
 )
-"""Fields of a body that the engine has under the same name."""
-NEUTRAL: dict[str, Any] = {
-    "min_p": 0,
-    "typical_p": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-}
-"""Values that change nothing, which clients may send to any engine."""
+"""Fields of a body that the engine has under the same name; null says nothing."""
+_FIRST_WORD = re.compile(r"\w+")
 
 
-def sampling_params(body: Wishes, room: int) -> SamplingParams:
+def sampling_params(body: Wishes, room: int, vocab_size: int) -> SamplingParams:
     """What the engine is asked for.
 
     Args:
         body: the request. OpenAI's defaults hold: temperature 1, and 16 tokens of a text completion.
         room: tokens that the context and the KV pool can hold after the prompt.
+        vocab_size: token ids are below.
 
     Raises:
-        ApiError: a field is not supported.
+        ApiError: a field is wrong, or not supported.
     """
     chosen: dict[str, Any] = {"temperature": 1.0, "max_tokens": min(_max_tokens(body, room), room)}
-    for name in PASSED_ON:
-        value = getattr(body, name)
-        if value is None or value is False or value in ([], {}) or value == NEUTRAL.get(name):
-            continue
-        if name not in ENGINE_FIELDS:
-            raise invalid(name, "not supported by this engine; leave it out")
-        chosen[name] = value
+    chosen |= {name: value for name in PASSED_ON if (value := getattr(body, name)) is not None}
     if chosen.get("top_k") == -1:  # vLLM's way to keep everything
         chosen["top_k"] = 0
     if "seed" in chosen:
         chosen["seed"] %= 2**64
-    return SamplingParams(**chosen)
+    if body.logit_bias:
+        chosen["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    try:
+        sampling = SamplingParams(**chosen)
+        check_sampling(sampling.samples()[0], vocab_size)
+    except UserError as error:
+        word = _FIRST_WORD.match(str(error))
+        raise ApiError(400, str(error), word[0] if word and word[0] in type(body).model_fields else None) from error
+    return sampling
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise invalid("logit_bias", f"{key!r} is no token id")
+    return int(key)
 
 
 def _max_tokens(body: Wishes, room: int) -> int:

@@ -4,8 +4,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import monotonic
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request
 
@@ -15,7 +14,9 @@ from tiercel.server.bodies import Wishes
 from tiercel.server.config import ServerConfig
 from tiercel.server.engine_client import EngineClient
 from tiercel.server.errors import ApiError, invalid
+from tiercel.server.feed import Feed
 from tiercel.server.generation import Job
+from tiercel.server.metrics import ServerMetrics
 from tiercel.server.sampling import sampling_params
 from tiercel.server.supervisor import Supervisor
 
@@ -32,6 +33,8 @@ class Service:
     supervisor: Supervisor
     tokenizer: Tokenizer
     gate: Gate
+    feed: Feed
+    metrics: ServerMetrics
     started: int
     """Unix seconds."""
 
@@ -49,11 +52,6 @@ class Service:
         if not self.supervisor.engine.is_alive:
             raise ApiError(503, "the engine is being started again", code="engine_dead", headers={"Retry-After": "5"})
         return self.supervisor.engine
-
-    @property
-    def step_age_s(self) -> float:
-        """Seconds since the engine's loop was last heard of."""
-        return monotonic() - self.supervisor.engine.last_turn
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model than the one that is served.
@@ -78,11 +76,9 @@ class Service:
         for prompt in prompts:
             room = facts.max_request_len - len(prompt)
             self._check_prompt(prompt, room)
-            sampling = sampling_params(body, room)
-            for draw in range(count):
+            for sampling in sampling_params(body, room, facts.vocab_size).samples():
                 request_id = answer_id if len(prompts) * count == 1 else f"{answer_id}-{len(jobs)}"
-                own = sampling if count == 1 else _another_draw(sampling, draw)
-                jobs.append(Job(len(jobs), request_id, prompt, own, trace_headers, timeout_s))
+                jobs.append(Job(len(jobs), request_id, prompt, sampling, trace_headers, timeout_s))
         return jobs
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
@@ -95,12 +91,6 @@ class Service:
             raise invalid("prompt", message, "context_length_exceeded")
         if not all(0 <= token < facts.vocab_size for token in prompt):
             raise invalid("prompt", f"token ids go from 0 to {facts.vocab_size - 1}")
-
-
-def _another_draw(sampling: Any, draw: int) -> Any:
-    from dataclasses import replace
-
-    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + draw) % 2**64)
 
 
 def get_service(request: Request) -> Service:

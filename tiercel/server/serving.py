@@ -15,7 +15,9 @@ from tiercel.models.opening import open_checkpoint
 from tiercel.server.admission import Gate
 from tiercel.server.app import make_app
 from tiercel.server.config import ServerConfig
+from tiercel.server.feed import Feed
 from tiercel.server.messages import EngineSettings
+from tiercel.server.metrics import ServerMetrics
 from tiercel.server.service import Service
 from tiercel.server.supervisor import Supervisor
 
@@ -58,11 +60,14 @@ async def _serve(
     settings: EngineSettings, config: ServerConfig, listener: socket.socket, on_ready: Callable[[str, Service], None]
 ) -> None:
     checkpoint = await asyncio.to_thread(lambda: open_checkpoint(resolve_model(settings.engine.model)))
-    supervisor = Supervisor(settings, restarts=config.on_engine_death == "restart", on_step=lambda _: None)
+    supervisor = Supervisor(settings, restarts=config.on_engine_death == "restart")
     await supervisor.start()
     try:
         gate = Gate(supervisor.facts.num_slots, config.max_queue)
-        service = Service(config, supervisor, checkpoint.tokenizer, gate, int(time.time()))
+        name = config.served_model_name or supervisor.facts.model_name
+        feed = Feed(supervisor, checkpoint.tokenizer)
+        metrics = ServerMetrics(name, supervisor, gate)
+        service = Service(config, supervisor, checkpoint.tokenizer, gate, feed, metrics, int(time.time()))
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", service)
         await _Server(service).run(listener)
@@ -112,4 +117,5 @@ class _Server(uvicorn.Server):
         if not await self._service.gate.wait_empty(self._service.config.drain_s):
             self._service.supervisor.engine.abort_all()
             await self._service.gate.wait_empty(1.0)
+        self._service.feed.close()
         self.should_exit = True

@@ -22,13 +22,15 @@ class Supervisor:
     Args:
         settings: what each is started with.
         restarts: start another when one dies.
-        on_step: see ``EngineClient``.
 
-    ``engine`` is the one in force, ``facts`` what it said when its model was loaded; ``num_deaths`` counts.
+    ``engine`` is the one in force, ``facts`` what it said when its model was loaded; ``num_deaths`` counts. ``on_step`` hears of
+    every turn of the loop (see ``EngineClient``).
     """
 
-    def __init__(self, settings: EngineSettings, *, restarts: bool, on_step: Callable[[Stepped], None]) -> None:
-        self._settings, self._restarts, self._on_step = settings, restarts, on_step
+    def __init__(self, settings: EngineSettings, *, restarts: bool) -> None:
+        self._settings, self._restarts = settings, restarts
+        self.on_step: Callable[[Stepped], None] = lambda _: None
+        self._is_watched = False
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self.num_deaths = 0
         self.engine: EngineClient
@@ -41,7 +43,7 @@ class Supervisor:
             UserError: the model, the draft or a setting cannot work.
             EngineDied: the process ended before.
         """
-        self.engine = EngineClient(self._settings, self._on_step)
+        self.engine = self._new_engine()
         try:
             self.facts = await self.engine.ready()
         except TiercelError:
@@ -70,10 +72,19 @@ class Supervisor:
         """End the engine in force."""
         await self.engine.close()
 
+    def watch_steps(self, wanted: bool) -> None:
+        """Have ``on_step`` get step records too, or no longer."""
+        self._is_watched = wanted
+        self.engine.watch(wanted)
+
+    def _new_engine(self) -> EngineClient:
+        return EngineClient(self._settings, lambda stepped: self.on_step(stepped))
+
     async def _restart(self) -> None:
-        self.engine = EngineClient(self._settings, self._on_step)
+        self.engine = self._new_engine()
         try:
             self.facts = await self.engine.ready()
+            self.engine.watch(self._is_watched)
             logger.warning("the engine runs again")
         except EngineDied:
             pass  # counted by the caller's next turn
