@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import random_draft
+from tests.eagle_heads import Head, Llama
 from tests.speculative.growing import check_drafter, make
 from tests.speculative.test_multi_layer_eagle import PROMPTS, SAMPLING, plain_answers
 from tiercel.core.config import EngineConfig, SpecConfig
@@ -18,8 +19,8 @@ from tiercel.models.mtp_checkpoint import load_draft, save_draft
 
 
 def spec_with(draft: Path, **settings: object) -> SpecConfig:
-    given = {"num_steps": 3, "max_verify_rows": 999, "min_confidence": 0} | settings
-    return SpecConfig(method="eagle", draft=str(draft), **given)  # type: ignore[arg-type]
+    given = {"method": "eagle", "num_steps": 3, "max_verify_rows": 999, "min_confidence": 0} | settings
+    return SpecConfig(draft=str(draft), **given)  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
@@ -58,6 +59,32 @@ def test_drafts_and_kv_are_those_of_a_fresh_prefill_after_every_accept_pattern(
         SAMPLING,
         lambda text, path: reference_scores(toy_modules, draft, text, path),
         lambda text: target_hidden(toy_modules, text),
+    )
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize(("method", "recorded"), [("eagle", True), ("eagle3", True), ("eagle3", False)])
+def test_published_heads_too(
+    toy_modules: LoadedTarget,
+    toy_native: LoadedTarget,
+    toy_model: Path,
+    tmp_path: Path,
+    method: str,
+    topk: int,
+    chunk: int,
+    recorded: bool,
+) -> None:
+    head = Head(Llama(toy_model), (0, 1, 2) if method == "eagle3" else ())
+    head.save_flat(tmp_path, **({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]} if method == "eagle3" else {}))
+    check_drafter(
+        toy_native if recorded else toy_modules,
+        spec_with(tmp_path, topk=topk, num_draft_tokens=21 if topk > 1 else None, method=method),
+        EngineConfig(max_prefill_tokens=chunk, page_size=4, enforce_eager=not recorded),
+        plain_answers(toy_modules, SAMPLING),
+        SAMPLING,
+        head.scores,
+        head.prepared,
     )
 
 

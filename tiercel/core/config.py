@@ -8,8 +8,8 @@ from tiercel.core.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "q8_0")
-SPEC_METHODS = ("none", "multi-layer-eagle", "eagle", "standalone", "ngram")
-AUTOREGRESSIVE_METHODS = ("eagle", "standalone")
+SPEC_METHODS = ("none", "multi-layer-eagle", "eagle", "eagle3", "standalone", "ngram")
+AUTOREGRESSIVE_METHODS = ("eagle", "eagle3", "standalone")
 TREE_METHODS = ("multi-layer-eagle", *AUTOREGRESSIVE_METHODS)
 TRACE_LEVELS = (0, 1, 2, 3)
 NGRAM_MATCH, NGRAM_TOKENS = 2, 7
@@ -84,10 +84,11 @@ class SpecConfig:
     Args:
         method: one of ``SPEC_METHODS``; ``none`` is plain decoding.
         draft: ``smollm2-135m-mtp3`` (shipped), a folder, or ``auto``: the shipped draft that was trained for this target. For
-            ``eagle`` its first MTP layer is taken. For ``standalone`` a model, named as ``EngineConfig.model`` names one.
+            ``eagle`` its first MTP layer is taken, or it is a published EAGLE head; for ``eagle3`` an EAGLE-3 head. For
+            ``standalone`` a model, named as ``EngineConfig.model`` names one.
         num_steps: positions drafted for per round (K): MTP layers in use, each of which drafts one token; None takes every one
-            that the draft holds on a GPU, and on a CPU as many as pay (see ``depths``). For ``eagle`` and ``standalone``
-            how often the draft runs; None stands for 3. 0 decodes plainly under the speculative worker.
+            that the draft holds on a GPU, and on a CPU as many as pay (see ``depths``). For ``eagle``, ``eagle3``
+            and ``standalone`` how often the draft runs; None stands for 3. 0 decodes plainly under the speculative worker.
         ngram_match: prompt lookup: where so many tokens at the end of a request's text occurred in it before, the draft is
             what followed then, in place of the MTP layers'. 0 turns it off; None stands for 2, and for 0 where nothing drafts.
         ngram_tokens: drafts per round at most from prompt lookup, and never more than tokens agreed. None stands for 7.

@@ -27,13 +27,16 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = Rotary(description)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, found: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """Run every layer.
 
         Args:
             token_ids: int64 ``[rows]``.
             positions: int64 ``[rows]``.
             attention: who sees whom.
+            found: if given, gets the hidden state after every number of layers.
 
         Returns:
             Hidden states before the final norm, ``[rows, hidden_size]``.
@@ -41,7 +44,11 @@ class Decoder(nn.Module):
         hidden: Tensor = self.embed_tokens(token_ids)
         rotary = self.rotary(positions)
         for index, layer in enumerate(self.layers):
+            if found is not None:
+                found[index] = hidden
             hidden = layer(hidden, rotary, index, attention)
+        if found is not None:
+            found[len(self.layers)] = hidden
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

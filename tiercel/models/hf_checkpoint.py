@@ -24,7 +24,7 @@ def open_hf_folder(folder: Path) -> Checkpoint:
         UserError: a file is missing or unreadable, or the model needs what is not supported.
     """
     config = read_json(folder / "config.json")
-    description = _description(folder, config)
+    description = describe(folder, config)
     files = _weight_files(folder)
     return Checkpoint(folder, description, lambda: _tensors(files, description), lambda: tokenizer_from_folder(folder))
 
@@ -44,7 +44,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _description(folder: Path, config: dict[str, Any]) -> ModelDescription:
+def describe(folder: Path, config: dict[str, Any]) -> ModelDescription:
+    """The decoder that ``config``, found in ``folder``, describes.
+
+    Raises:
+        UserError: it lacks a setting, or needs what is not supported.
+    """
     family = str(config.get("model_type"))
     if family not in FAMILIES:
         raise UserError(f"{folder}: model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")

@@ -70,14 +70,14 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class AttentionBlock(nn.Module):
-    """Grouped-query attention with one fused projection for queries, keys and values."""
+    """Grouped-query attention with one fused projection for queries, keys and values, of inputs ``input_size`` wide."""
 
-    def __init__(self, description: ModelDescription) -> None:
+    def __init__(self, description: ModelDescription, input_size: int | None = None) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = description.num_heads, description.num_kv_heads
         self.head_dim = description.head_dim
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(description.hidden_size, rows, bias=description.attention_bias)
+        self.qkv_proj = nn.Linear(input_size or description.hidden_size, rows, bias=description.attention_bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, description.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], layer: int, attention: Attention) -> Tensor:

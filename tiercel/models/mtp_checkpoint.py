@@ -148,7 +148,7 @@ def _read(folder: Path, target: Checkpoint) -> tuple[MtpDescription, Tensor, dic
     description = read_description(folder)
     check_fit(description, target, folder)
     tensors = dict(_read_tensors(folder))
-    d2t = _checked_d2t(tensors.pop("d2t", None), description, target.description.vocab_size, folder)
+    d2t = checked_d2t(tensors.pop("d2t", None), description.draft_vocab_size, target.description.vocab_size, folder)
     return description, d2t, {_ours(name): tensor for name, tensor in tensors.items()}
 
 
@@ -175,8 +175,12 @@ def check_fit(description: MtpDescription, target: Checkpoint, folder: Path) -> 
         )
 
 
-def _checked_d2t(d2t: Tensor | None, description: MtpDescription, vocab_size: int, folder: Path) -> Tensor:
-    size = description.draft_vocab_size
+def checked_d2t(d2t: Tensor | None, size: int, vocab_size: int, folder: Path) -> Tensor:
+    """Offsets of a draft vocabulary of ``size`` tokens into the target's, zeros where the two are one.
+
+    Raises:
+        UserError: they are missing, or no such table.
+    """
     if d2t is None:
         if size != vocab_size:
             raise UserError(

@@ -44,6 +44,8 @@ class NativeStep:
         logits = torch.empty(wanted.shape[0], self.model.head.rows) if step.with_logits else None
         confidence = torch.empty(wanted.shape[0]) if step.with_confidence else None
         keys, values = self._addresses(storages)
+        taps = torch.tensor(step.taps, dtype=torch.int64)
+        tapped = torch.empty(rows.num_rows, len(step.taps) * self.model.shape.hidden) if step.taps else None
         target_hidden = None if step.target_hidden is None else step.target_hidden.contiguous()
         call = Step(
             rows=rows.num_rows,
@@ -61,6 +63,9 @@ class NativeStep:
             values=values.data_ptr(),
             kv_is_half=storages[0].is_half,
             hidden=hidden.data_ptr(),
+            num_taps=len(step.taps),
+            taps=taps.data_ptr(),
+            tapped=None if tapped is None else tapped.data_ptr(),
             wanted=wanted.shape[0],
             wanted_rows=wanted.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
@@ -68,7 +73,7 @@ class NativeStep:
             confidence=None if confidence is None else confidence.data_ptr(),
         )
         self.model.run(call, torch.get_num_threads())
-        return StepOutput(hidden, best, logits, confidence)
+        return StepOutput(hidden, best, logits, confidence, tapped)
 
     def _addresses(self, storages: list[KvStorage]) -> tuple[Tensor, Tensor]:
         if self._storages is None or self._storages[0] is not storages:

@@ -24,6 +24,7 @@ class StepInput:
         with_logits: whether all logits of those rows are needed, or the argmax does.
         target_hidden: what an MTP layer pairs with its embeddings: ``[rows, target_hidden_size]``.
         with_confidence: whether the probability of each argmax is needed.
+        taps: of a target, where hidden states are wanted beside the last ones: each the number of layers that have run.
     """
 
     rows: Rows
@@ -32,6 +33,7 @@ class StepInput:
     with_logits: bool = False
     target_hidden: Tensor | None = None
     with_confidence: bool = False
+    taps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,14 @@ class StepOutput:
     ``hidden`` is ``[rows, hidden_size]``, before the final norm. ``best`` (int64 ``[wanted]``) is the argmax of each wanted
     row's logits as an index into the head's vocabulary, -1 where a logit is NaN. ``logits`` is float32 ``[wanted, vocab]``, or
     None where nobody asked; so is ``confidence``, the softmax's probability of ``best`` (float32 ``[wanted]``, 0 beside -1).
+    ``tapped`` is ``[rows, taps * hidden_size]``: the hidden states at the taps side by side.
     """
 
     hidden: Tensor
     best: Tensor
     logits: Tensor | None
     confidence: Tensor | None = None
+    tapped: Tensor | None = None
 
 
 class StepModel(Protocol):
@@ -135,8 +139,10 @@ class EagerTarget:
     def run(self, step: StepInput, storages: list[KvStorage]) -> StepOutput:
         """See ``StepModel``."""
         attention = PagedAttention(step.rows, storages, self.description.num_heads // self.description.num_kv_heads)
-        hidden = self.decoder(step.token_ids, step.rows.positions, attention)
-        return _output(step, hidden, self.decoder.logits(hidden[step.wanted]))
+        found: dict[int, Tensor] = {}
+        hidden = self.decoder(step.token_ids, step.rows.positions, attention, found if step.taps else None)
+        tapped = torch.cat([found[tap] for tap in step.taps], dim=-1) if step.taps else None
+        return step_output(step, hidden, self.decoder.logits(hidden[step.wanted]), tapped)
 
 
 class EagerMtpLayer:
@@ -154,7 +160,7 @@ class EagerMtpLayer:
         attention = PagedAttention(step.rows, storages, body.num_heads // body.num_kv_heads)
         rotary, embeddings = self.draft.rotary(step.rows.positions), self.draft.embed(step.token_ids)
         hidden = self.draft.layers[self.index](embeddings, step.target_hidden, rotary, 0, attention)
-        return _output(step, hidden, self.draft.logits(self.index, hidden[step.wanted]))
+        return step_output(step, hidden, self.draft.logits(self.index, hidden[step.wanted]))
 
 
 def eager_draft(draft: MtpDraft) -> DraftModel:
@@ -163,9 +169,10 @@ def eager_draft(draft: MtpDraft) -> DraftModel:
     return DraftModel(draft.description, layers, draft.target_ids)
 
 
-def _output(step: StepInput, hidden: Tensor, logits: Tensor) -> StepOutput:
+def step_output(step: StepInput, hidden: Tensor, logits: Tensor, tapped: Tensor | None = None) -> StepOutput:
+    """The output that modules give, from hidden states and the wanted rows' logits."""
     confidence = logits.softmax(-1).amax(-1).nan_to_num(0.0) if step.with_confidence else None
-    return StepOutput(hidden, best_ids(logits), logits, confidence)
+    return StepOutput(hidden, best_ids(logits), logits, confidence, tapped)
 
 
 def best_ids(logits: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class NativeModel:
         bits: int = 16,
     ) -> None:
         self.kept = (embedding, layers, norm, head, combine)  # the library borrows their memory
-        self.shape, self.head, self.bits = shape, head, bits
+        self.shape, self.norm, self.head, self.bits = shape, norm, head, bits
         self.library = bound()
         self.handle = self.library.tc_model_new(ctypes.byref(shape), bits, embedding.handle)
         for weights in layers:

@@ -47,7 +47,7 @@ class EagleWorker(AutoregressiveWorker):
     def __init__(self, target: TargetRunner, model: EagleModel, **options: Any) -> None:
         ids, kv_dtype = model.target_ids, target.kv_dtype
         super().__init__(target, model.layer, model.body, shift=1, target_ids=ids, kv_dtype=kv_dtype, **options)
-        self.prepare = model.prepare
+        self.prepare, target.taps = model.prepare, model.taps
         self.states: dict[str, EagleState] = {}
 
     def draft(self, batch: Batch) -> VerifyInput:
@@ -90,3 +90,9 @@ class EagleWorker(AutoregressiveWorker):
 
     def forget(self, request_id: str) -> None:
         self.states.pop(request_id, None)
+
+
+class Eagle3Worker(EagleWorker):
+    """Drafts with an EAGLE-3 head, which reads hidden states from several depths of the target (Li et al., 2025)."""
+
+    method: ClassVar[str] = "eagle3"

@@ -10,13 +10,13 @@ from tiercel.core.config import EngineConfig, SpecConfig
 from tiercel.core.depths import Depth, DepthTable
 from tiercel.core.errors import UserError
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.eagle_checkpoint import check_eagle, load_eagle
+from tiercel.models.eagle_checkpoint import check_eagle, load_eagle, resolve_eagle
 from tiercel.models.hub import resolve_model
 from tiercel.models.mtp_checkpoint import check_fit, load_draft_model, read_description, resolve_draft
 from tiercel.models.opening import load_model, open_checkpoint
 from tiercel.speculative.autoregressive_worker import DEFAULT_NUM_STEPS
 from tiercel.speculative.base_worker import SpecWorker
-from tiercel.speculative.eagle_worker import EagleWorker
+from tiercel.speculative.eagle_worker import Eagle3Worker, EagleWorker
 from tiercel.speculative.multi_layer_eagle_worker import MultiLayerEagleWorker
 from tiercel.speculative.ngram_worker import NgramWorker
 from tiercel.speculative.null_worker import NullWorker
@@ -33,6 +33,9 @@ class WorkerContext:
     target: TargetRunner
     engine: EngineConfig
     spec: SpecConfig
+
+
+EAGLE_WORKERS: dict[str, type[EagleWorker]] = {worker.method: worker for worker in (EagleWorker, Eagle3Worker)}
 
 
 def _null(context: WorkerContext) -> SpecWorker:
@@ -70,9 +73,10 @@ def _standalone(context: WorkerContext) -> SpecWorker:
 
 
 def _eagle(context: WorkerContext) -> SpecWorker:
-    folder = resolve_draft(context.spec.draft, context.checkpoint)
-    model = load_eagle(folder, context.checkpoint, context.target.model)
-    return EagleWorker(context.target, model, **_autoregressive(context))
+    worker = EAGLE_WORKERS[context.spec.method]
+    folder = resolve_eagle(context.spec.draft, context.checkpoint, worker.method)
+    model = load_eagle(folder, context.checkpoint, context.target.model, worker.method)
+    return worker(context.target, model, **_autoregressive(context))
 
 
 def _autoregressive(context: WorkerContext) -> dict[str, Any]:
@@ -139,7 +143,7 @@ def _tuned(context: WorkerContext, draft: Path) -> DepthTable | None:
 WORKERS: dict[str, Callable[[WorkerContext], SpecWorker]] = {
     NullWorker.method: _null,
     MultiLayerEagleWorker.method: _multi_layer_eagle,
-    EagleWorker.method: _eagle,
+    **dict.fromkeys(EAGLE_WORKERS, _eagle),
     StandaloneWorker.method: _standalone,
     NgramWorker.method: _ngram,
 }
@@ -165,8 +169,8 @@ def check_spec(spec: SpecConfig, checkpoint: Checkpoint) -> None:
         description = read_description(folder)
         check_fit(description, checkpoint, folder)
         checked_num_steps(spec, description.num_layers, str(folder))
-    elif spec.method == EagleWorker.method:
-        check_eagle(resolve_draft(spec.draft, checkpoint), checkpoint)
+    elif spec.method in EAGLE_WORKERS:
+        check_eagle(resolve_eagle(spec.draft, checkpoint, spec.method), checkpoint, spec.method)
     elif spec.method == StandaloneWorker.method:
         open_standalone(spec, checkpoint)
 

@@ -19,7 +19,7 @@ from tiercel.speculative.sampling import GumbelNoise, RowSampling, choose, needs
 
 @dataclass(frozen=True, slots=True)
 class LogitsOutput:
-    """What a target forward gives: per request, hidden states before the final norm and the tokens chosen.
+    """What a target forward gives: per request, hidden states (before the final norm, or at the taps) and the tokens chosen.
 
     ``hidden[i]`` is ``[rows of request i, hidden_size]`` on the device; ``token_ids[i]`` (host) holds the token chosen after
     each of the rows that were asked for, -1 where the target's logits were NaN.
@@ -30,7 +30,10 @@ class LogitsOutput:
 
 
 class TargetRunner:
-    """The target with its KV storage, one forward at a time."""
+    """The target with its KV storage, one forward at a time.
+
+    ``taps`` (see ``StepInput``) may be set by whoever drafts: hidden states are then those at the taps, side by side.
+    """
 
     def __init__(self, model: Target, kv: KvCacheManager, placement: Placement, kv_dtype: torch.dtype) -> None:
         self.model, self.kv, self.placement, self.kv_dtype = model, kv, placement, kv_dtype
@@ -40,6 +43,7 @@ class TargetRunner:
             for _ in range(shape.num_layers)
         ]
         self.noise = GumbelNoise(shape.vocab_size)
+        self.taps: tuple[int, ...] = ()
 
     @property
     def can_run_graph(self) -> bool:
@@ -77,9 +81,10 @@ class TargetRunner:
         row_ends = accumulate(rows.counts)
         wanted = [i for end, count in zip(row_ends, num_sampled, strict=True) for i in range(end - count, end)]
         on_device = integers(wanted, self.placement.device)
-        output = self.model.run(StepInput(rows, token_ids, on_device, needs_logits(how)), self.storages)
+        output = self.model.run(StepInput(rows, token_ids, on_device, needs_logits(how), taps=self.taps), self.storages)
         tokens = iter(choose(output.best, output.logits, how, self.noise).tolist())
-        hidden = list(output.hidden.split_with_sizes(rows.counts))
+        given = output.hidden if output.tapped is None else output.tapped
+        hidden = list(given.split_with_sizes(rows.counts))
         return LogitsOutput(hidden, [[next(tokens) for _ in range(count)] for count in num_sampled])
 
     def keep_paths(self, moves: list[tuple[Tensor, list[int], list[int]]]) -> None:

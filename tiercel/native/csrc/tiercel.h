@@ -50,6 +50,9 @@ typedef struct {
     void *const *keys, *const *values;          // [layers]: each [kv_heads, pool, head_dim], float32 or fp16
     int32_t kv_is_half;                         // which of the two
     float *hidden;                              // out [rows, hidden], before the final norm
+    int64_t num_taps;
+    const int64_t *taps;                        // [num_taps]: layers that have run where hidden states are wanted
+    float *tapped;                              // out [rows, num_taps, hidden]
     int64_t wanted;
     const int64_t *wanted_rows;                 // [wanted]: rows whose next token is asked for
     float *logits;                              // out [wanted, vocabulary], or null
