@@ -77,7 +77,7 @@ class Bench:
         table = read_tuned(self.tune_key().path)
         if table is None:
             raise UserError("nothing is tuned for this model, draft and machine: run `tiercel tune` first")
-        return TiercelContender(TUNED, self.open_with(stack, SpecConfig(draft=self.draft, depths=table)))
+        return TiercelContender(TUNED, self.open_with(stack, SpecConfig(draft=self.draft, depths=table, adaptive=True)))
 
     def tune_key(self) -> TuneKey:
         """What depths measured here hold for."""

@@ -87,6 +87,7 @@ class StepRecord:
     Extend: the draft stage is empty and "verify" holds the target's forward. ``start_ns``/``end_ns`` are set by the engine
     loop around scheduling and output handling, so that wall = draft + verify + draft extend + other.
     ``layer_end_ns[i]`` closes MTP layer i inside the draft extend; empty when no layer ran or one graph fused them.
+    ``num_steps`` MTP layers could draft in this step's draft extend (K), and ``depth_reason`` says why (``core.depths.REASONS``).
     ``clock`` says what the times are: ``host`` (the device is the host) or ``host-synchronized`` (the host's clock after
     waiting for the device, so that launch times are never passed off as device times).
     """
@@ -104,6 +105,8 @@ class StepRecord:
     draft_extend_end_ns: int = 0
     end_ns: int = 0
     layer_end_ns: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    depth_reason: str = "fixed"
     rounds: list[RequestRound] = field(default_factory=list)
     extends: list[RequestExtend] = field(default_factory=list)
     num_waiting: int = 0

@@ -102,6 +102,9 @@ class SpecConfig:
         depths: MTP layers and prompt lookup by number of requests at once. None takes what ``tiercel tune`` measured for this
             machine, model and draft, and where there is none, or ``num_steps`` or ``max_verify_rows`` is given, the rule of
             ``max_verify_rows``.
+        adaptive: choose the MTP layers in use, 0 included, batch by batch, from what rounds cost here and how often drafts were
+            right lately; ``depths`` (or what stands for it) is where it begins. None does so unless ``num_steps``,
+            ``max_verify_rows``, ``depths`` or ``topk`` is given. Needs multi-layer-eagle, chains and ``exact_kv``.
         topk: candidates after each draft (SGLang's ``--speculative-eagle-topk``): above 1 drafts are trees of the likeliest
             paths (needs ``exact_kv``). 1 drafts chains.
         num_draft_tokens: drafts per round at most; None stands for ``topk`` times ``num_steps``. In chains it is the number of
@@ -123,6 +126,7 @@ class SpecConfig:
     min_confidence: float | None = None
     depths: DepthTable | None = None
     tuned: bool = True
+    adaptive: bool | None = None
     topk: int = 1
     num_draft_tokens: int | None = None
 
@@ -139,6 +143,10 @@ class SpecConfig:
             raise UserError(f"min_confidence={self.min_confidence} is not allowed: give a number from 0 to 1")
         at_least("topk", self.topk, 1)
         self._check_tree()
+        if self.adaptive and (self.method != "multi-layer-eagle" or self.topk > 1 or not self.exact_kv):
+            raise UserError(
+                "adaptive=True needs method 'multi-layer-eagle', topk=1 and exact_kv=True: drop one or the other"
+            )
         unused = {
             "none": ("num_steps", "ngram_match", "ngram_tokens", "depths"),
             "ngram": ("num_steps", "depths"),

@@ -12,6 +12,10 @@ from typing import Any, Self
 
 from tiercel.core.errors import UserError
 
+REASONS = ("fixed", "table", "start", "kept", "switched", "measure", "probe")
+"""Why a step drafts with so many MTP layers: the method has no choice; the depth table says so; or, chosen while running: where
+it began, still the best, better than the one before, being measured for the first time, or the first layer being asked again."""
+
 FORMAT = "tiercel-depths-1"
 """What a file's ``format`` says; counts up when a field goes or changes its meaning."""
 
@@ -47,6 +51,14 @@ class Depth:
         if self.num_steps:
             return f"K={self.num_steps}"
         return "lookup" if self.lookup else "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class DepthChoice:
+    """MTP layers that a step's draft extend may use (K), and which of ``REASONS`` says so."""
+
+    num_steps: int = 0
+    reason: str = "fixed"
 
 
 @dataclass(frozen=True, slots=True)

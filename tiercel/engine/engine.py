@@ -231,6 +231,7 @@ class Engine:
             stage_ns = record.stage_ns
             for req in batch.reqs:
                 req.spec.stage_ns.add(stage_ns)
+        self.worker.observe(record)
         self.pipeline.on_step(record)
         self.last_step = record
         outputs = []

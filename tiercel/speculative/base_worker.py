@@ -17,7 +17,7 @@ from tiercel.core.batch import (
     StepRecord,
     VerifyOutput,
 )
-from tiercel.core.depths import DepthTable
+from tiercel.core.depths import DepthChoice, DepthTable
 from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL, FinishReason, Request
 from tiercel.core.tree import depth_of
 from tiercel.device.parallel import SINGLE, TensorParallelGroup, draft_tp_context, speculative_moe_backend_context
@@ -68,7 +68,7 @@ class SpecWorker(ABC):
     Subclasses name their ``method`` and implement ``draft``, ``draft_extend`` and ``forget``.
     ``forward_batch_generation`` is final: a worker cannot forget the hooks. ``num_steps`` are the positions drafted for per round
     at most, ``num_draft_tokens`` the drafts (more only where they form trees), ``num_layers`` the MTP layers in use, ``depths``
-    how many of them run at which load (None: the method has no such choice).
+    how many of them run at which load (None: the method has no such choice), ``chosen`` how many may in the latest draft extend.
     """
 
     method: ClassVar[str]
@@ -78,6 +78,7 @@ class SpecWorker(ABC):
     def __init__(self, target: TargetRunner, num_steps: int, draft_tp_group: TensorParallelGroup = SINGLE) -> None:
         self.target, self.num_steps, self.draft_tp_group = target, num_steps, draft_tp_group
         self.num_draft_tokens = num_steps
+        self.chosen = DepthChoice()
         self.kv = target.kv
         self.step = 0
 
@@ -100,6 +101,9 @@ class SpecWorker(ABC):
     @abstractmethod
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended or was preempted."""
+
+    def observe(self, record: StepRecord) -> None:  # noqa: B027 - most workers have nothing to learn from it
+        """A step's record is complete: costs and acceptance of its rounds can be learnt from."""
 
     @final
     def forward_batch_generation(self, batch: Batch) -> GenerationBatchResult:
@@ -228,6 +232,7 @@ class SpecWorker(ABC):
         if rows.reqs:
             with draft_tp_context(self.draft_tp_group), speculative_moe_backend_context():
                 record.layer_end_ns = self.draft_extend(rows)
+        record.num_steps, record.depth_reason = self.chosen.num_steps, self.chosen.reason
         record.draft_extend_end_ns = self.now()
         if traced:
             end = record.draft_extend_end_ns

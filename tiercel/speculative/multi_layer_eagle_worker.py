@@ -19,13 +19,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tiercel.core.batch import Batch
-from tiercel.core.depths import DepthTable
+from tiercel.core.batch import Batch, StepRecord
+from tiercel.core.depths import DepthChoice, DepthTable
 from tiercel.core.request import SOURCE_NGRAM, Request
 from tiercel.device.placement import integers
 from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import DraftModel, DraftTokens, StepInput
+from tiercel.speculative.adaptive import AdaptiveDepth
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
 from tiercel.speculative.draft_tree import DraftTree, floor_of
 from tiercel.speculative.kept_hidden import KeptHidden
@@ -33,6 +34,9 @@ from tiercel.speculative.mtp_tree import MtpTree, TreeRows
 from tiercel.speculative.ngram import NOTHING, Continuation, NgramIndex
 from tiercel.speculative.sampling import RowSampling, choose, needs_logits
 from tiercel.speculative.target_runner import TargetRunner
+
+CATCH_UP = 8
+"""Rows per token of the answer so far that layers may read at once to go on: more would cost more than they bring."""
 
 
 @dataclass(slots=True)
@@ -92,6 +96,8 @@ class MultiLayerEagleWorker(SpecWorker):
             long matches.
         depths: layers and prompt lookup by number of requests; None: as many layers as ``max_verify_rows`` has rows for. Layers
             that are left out go on later from hidden states kept for them, so drafts are the same as if they had run all along.
+        is_adaptive: choose K, 0 included, by what rounds cost and how often drafts are right; ``depths`` is then where it begins, and
+            still says where prompt lookup drafts.
         topk: candidates after each draft: above 1 the layers draft trees (needs ``exact_kv``).
         num_draft_tokens: drafts in a tree at most; None: ``topk`` times ``num_layers``.
         max_batch_size: requests at once at most (trees only).
@@ -110,6 +116,7 @@ class MultiLayerEagleWorker(SpecWorker):
         exact_kv: bool = True,
         max_verify_rows: int = sys.maxsize,
         depths: DepthTable | None = None,
+        is_adaptive: bool = False,
         topk: int = 1,
         num_draft_tokens: int | None = None,
         max_batch_size: int = 1,
@@ -118,6 +125,7 @@ class MultiLayerEagleWorker(SpecWorker):
         super().__init__(target, max(num_layers, self.max_lookup))
         self.model, self.num_layers, self.max_verify_rows = draft, num_layers, max_verify_rows
         self.depths: DepthTable = depths or DepthTable.of_rows(max_verify_rows, num_layers)
+        self.adaptive = AdaptiveDepth(num_layers, self.depths) if is_adaptive and num_layers else None
         self.num_refed = num_layers - 1 if exact_kv and num_layers else 0
         self.states: dict[str, DraftState] = {}
         self.tree: MtpTree | None = None
@@ -137,6 +145,18 @@ class MultiLayerEagleWorker(SpecWorker):
 
     def forget(self, request_id: str) -> None:
         self.states.pop(request_id, None)
+        if self.adaptive:
+            self.adaptive.forget(request_id)
+
+    def observe(self, record: StepRecord) -> None:
+        if self.adaptive:
+            self.adaptive.observe(record)
+
+    def _choose(self) -> DepthChoice:
+        num_requests = len(self.states)
+        if self.adaptive:
+            return self.adaptive.choose(num_requests)
+        return DepthChoice(self.depths.at(num_requests).num_steps, "table")
 
     def draft(self, batch: Batch) -> VerifyInput:
         """The drafts were made by the last draft extend; a request takes as many as it may still use."""
@@ -168,7 +188,8 @@ class MultiLayerEagleWorker(SpecWorker):
     def _worthwhile(self, state: DraftState, num_requests: int) -> list[int]:
         if SOURCE_NGRAM in state.sources:
             return self._worthwhile_lookup(Continuation(state.drafts, state.is_certain), num_requests)
-        return state.drafts[: self.depths.at(num_requests).num_steps]
+        # What was drafted for fewer requests than there are now is cut, unless somebody who measures has chosen.
+        return state.drafts if self.adaptive else state.drafts[: self.depths.at(num_requests).num_steps]
 
     def _worthwhile_lookup(self, found: Continuation, num_requests: int) -> list[int]:
         if not self.depths.at(num_requests).lookup:
@@ -178,19 +199,25 @@ class MultiLayerEagleWorker(SpecWorker):
     def draft_extend(self, rows: ComputedRows) -> list[int]:
         # A request that can use no more drafts never will again: its rows are left out.
         alive = [
-            (req, self._receive(req, start, hidden))
+            (req, self._receive(req, start, hidden), start)
             for req, start, hidden in zip(rows.reqs, rows.starts, rows.hidden, strict=True)
             if req.draft_depth(self.num_steps)
         ]
-        depth_now = self.depths.at(len(self.states))
-        for req, state in alive:
-            found = self._look_up(req, state) if depth_now.lookup else NOTHING
+        self.chosen, looks_up = self._choose(), self.depths.at(len(self.states)).lookup
+        for req, state, _ in alive:
+            found = self._look_up(req, state) if looks_up else NOTHING
             looked_up = self._worthwhile_lookup(found, len(self.states))
             state.propose(looked_up, (SOURCE_NGRAM,) * len(looked_up), self.step - 1, is_certain=found.is_certain)
-        waiting = [(req, state) for req, state in alive if not state.drafts]
-        depth = max((req.draft_depth(depth_now.num_steps) for req, _ in waiting), default=0)
+        is_probe = self.chosen.reason == "probe"
+        most = 1 if is_probe else self.chosen.num_steps
+        waiting = [
+            (req, state) for req, state, start in alive if not state.drafts and self._may_run(req, state, start, most)
+        ]
+        depth = max((req.draft_depth(most) for req, _ in waiting), default=0)
         if depth == 0:
             return []
+        if is_probe:
+            return self._probe(waiting)
         if not self.min_confidence or depth == 1 or self.tree:
             return self._propose(waiting, depth)
         ends = self._propose(waiting, 1)
@@ -206,14 +233,45 @@ class MultiLayerEagleWorker(SpecWorker):
         drafts, confidence, ends = self._run(pieces, depth)
         for piece, proposed, sure in zip(pieces, drafts.t().tolist(), confidence.t().tolist(), strict=True):
             state = piece.state
-            state.ends[:depth] = [piece.end] * depth
             state.confidence = sure[0]
             # A draft is worth a row if those before it are right with some confidence.
             reach = [1.0, *accumulate(sure[:-1], operator.mul)]
             kept = sum(1 for share in reach if share >= self.min_confidence)
             state.propose(proposed[:kept], range(kept), self.step - 1)
-            state.hidden.forget_before(self._first_row(state, self.num_layers))
+            self._has_read(piece, depth)
         return ends
+
+    def _has_read(self, piece: DraftRows, depth: int) -> None:
+        """The first ``depth`` layers have read a request's rows."""
+        piece.state.ends[:depth] = [piece.end] * depth
+        piece.state.hidden.forget_before(self._first_row(piece.state, self.num_layers))
+
+    def _may_run(self, req: Request, state: DraftState, start: int, depth: int) -> bool:
+        """Whether layers that were left out may go on before row ``start``: not with far more to read than was answered."""
+        behind = start - min(state.ends[:depth], default=start)
+        return not self.adaptive or behind <= CATCH_UP * max(0, start + 1 - req.num_prompt_tokens)
+
+    def _probe(self, alive: list[tuple[Request, DraftState]]) -> list[int]:
+        """Run the first layer over what it has not read: compare what it would have drafted with the answer, keep its last draft."""
+        assert self.adaptive is not None
+        pieces = [DraftRows(req, state, self._first_row(state, 1), req.num_computed) for req, state in alive]
+        rows = self._rows(pieces)
+        tokens = integers([t for p in pieces for t in p.req.token_ids[p.start + 1 : p.end + 1]], rows.device)
+        how = [RowSampling(p.req.sampling, p.req.seed, t + 2) for p in pieces for t in range(p.start, p.end)]
+        every = integers(range(rows.num_rows), rows.device)
+        hidden = torch.cat([p.state.hidden.since(p.start) for p in pieces])
+        step = StepInput(rows, tokens, every, needs_logits(how), hidden)
+        output = self.model.layers[0].run(step, self.storages[0])
+        drafts = choose(output.best, output.logits, how, self.target.noise, self.model.target_ids)
+        for piece, own in zip(pieces, drafts.clamp(min=0).split(rows.counts), strict=True):
+            *earlier, newest = own.tolist()
+            skipped = max(0, piece.req.num_prompt_tokens - piece.start - 2)  # rows whose next token nobody drafts
+            truth = piece.req.token_ids[piece.start + 2 :]
+            correct = [draft == token for draft, token in zip(earlier, truth, strict=True)]
+            self.adaptive.scored(piece.req.request_id, correct[skipped:])
+            piece.state.propose([newest], (0,), self.step - 1)
+            self._has_read(piece, 1)
+        return [self.now()]
 
     def _propose_trees(self, mtp: MtpTree, pieces: list[DraftRows], depth: int) -> list[int]:
         first = self.kv.num_slots_total
@@ -224,11 +282,9 @@ class MultiLayerEagleWorker(SpecWorker):
             trees.append(TreeRows(p.req.token_ids, p.start, p.end, self.kv.slots(p.req.request_id), scratch, wish))
         ends = mtp.grow(trees, depth, torch.cat([p.state.hidden.since(p.start) for p in pieces]), self.storages)
         for piece, grown in zip(pieces, trees, strict=True):
-            state = piece.state
-            state.ends[:depth] = [piece.end] * depth
-            state.propose([], (), self.step - 1)
-            state.tree = grown.tree if grown.tree.tokens else None
-            state.hidden.forget_before(self._first_row(state, self.num_layers))
+            piece.state.propose([], (), self.step - 1)
+            piece.state.tree = grown.tree if grown.tree.tokens else None
+            self._has_read(piece, depth)
         return ends
 
     def _look_up(self, req: Request, state: DraftState) -> Continuation:
@@ -236,9 +292,13 @@ class MultiLayerEagleWorker(SpecWorker):
             return NOTHING
         return state.text.continuation(req.token_ids, req.draft_depth(self.max_lookup))
 
+    def _rows(self, pieces: list[DraftRows]) -> Rows:
+        segments = [Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces]
+        return Rows(segments, self.target.placement.device)
+
     def _run(self, pieces: list[DraftRows], depth: int) -> DraftTokens:
-        device = self.target.placement.device
-        rows = Rows([Segment(p.start, p.end, self.kv.slots(p.req.request_id)) for p in pieces], device)
+        rows = self._rows(pieces)
+        device = rows.device
         last = integers([end - 1 for end in accumulate(rows.counts)], device)
         tokens = integers([t for p in pieces for t in p.req.token_ids[p.start : p.end]], device)
         known = integers(list(zip(*(p.known_tokens(depth) for p in pieces), strict=True)), device)

@@ -59,6 +59,7 @@ def _multi_layer_eagle(context: WorkerContext) -> SpecWorker:
         exact_kv=context.spec.exact_kv,
         max_verify_rows=_max_verify_rows(context),
         depths=_depths(context, folder, num_steps),
+        is_adaptive=_is_adaptive(context.spec),
         topk=context.spec.topk,
         num_draft_tokens=context.spec.num_draft_tokens,
         max_batch_size=context.engine.max_batch_size,
@@ -125,6 +126,12 @@ def _depths(context: WorkerContext, draft: Path, num_steps: int) -> DepthTable |
 
 def _is_free(spec: SpecConfig) -> bool:
     return spec.num_steps is None and spec.max_verify_rows is None and spec.topk == 1
+
+
+def _is_adaptive(spec: SpecConfig) -> bool:
+    if spec.adaptive is not None:
+        return spec.adaptive
+    return _is_free(spec) and spec.depths is None and spec.exact_kv
 
 
 def _usual(context: WorkerContext) -> DepthTable | None:
