@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
+from tiercel.core.speculative_params import SpeculativeParams
 from tiercel.core.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ __all__ = [
     "EngineConfig",
     "SamplingParams",
     "SpecConfig",
+    "SpeculativeParams",
     "StructuredOutputs",
     "TraceConfig",
     "UserError",

@@ -166,7 +166,8 @@ def test_acceptance_begins_with_the_others_and_follows_its_own() -> None:
     for _ in range(500):
         acceptance.add("others", [True, False])
     fresh = acceptance.of("new")
-    assert fresh[0] > 0.9 and fresh[1] < 0.1
+    assert fresh[0] > 0.9
+    assert fresh[1] < 0.1
     for _ in range(100):
         acceptance.add("new", [False, False])
     assert acceptance.of("new")[0] < 0.35

@@ -36,6 +36,7 @@ def target(request: pytest.FixtureRequest) -> LoadedTarget:
 
 
 def open_llm(target: LoadedTarget, draft: Path, config: EngineConfig | None = None, **spec: Any) -> LLM:
+    spec = {"adaptive": False} | spec
     return LLM(
         engine=config or EngineConfig(), spec=SpecConfig(draft=str(draft), min_confidence=0, **spec), target=target
     )

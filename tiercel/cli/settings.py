@@ -51,6 +51,13 @@ def settings_of(
     tuned: Annotated[
         bool, typer.Option("--tuned/--no-tuned", help="Draft as `tiercel tune` measured here, if it did.")
     ] = True,
+    adaptive: Annotated[
+        bool | None,
+        typer.Option(
+            "--adaptive/--no-adaptive",
+            help="Choose K while running, by measured costs and acceptance; default: unless --num-steps or --topk is given.",
+        ),
+    ] = None,
     exact_kv: Annotated[
         bool, typer.Option("--exact-kv/--stale-kv", help="Recompute draft KV made from wrong drafts.")
     ] = True,
@@ -101,6 +108,7 @@ def settings_of(
         topk=topk,
         num_draft_tokens=num_draft_tokens,
         tuned=tuned,
+        adaptive=adaptive,
     )
     trace = TraceConfig(
         enable_trace=enable_trace,

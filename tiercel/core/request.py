@@ -95,8 +95,9 @@ class Request:
         return self.sampling.max_tokens - len(self.output_token_ids)
 
     def draft_depth(self, num_steps: int) -> int:
-        """Drafts that can still be of use: at most ``num_steps``, and one less than the tokens that may be delivered."""
-        return max(0, min(num_steps, self.remaining_tokens - 1))
+        """Drafts that can be of use: at most ``num_steps``, what the request allows, and fewer than the tokens it may get."""
+        most = self.sampling.speculative.most_drafts
+        return max(0, min(num_steps if most is None else min(num_steps, most), self.remaining_tokens - 1))
 
     def append_until_stop(self, token_ids: list[int], sources: list[int]) -> int:
         """Deliver committed tokens one at a time, up to and including the one that ends the request.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercel.core.config import at_least
 from tiercel.core.errors import UserError
+from tiercel.core.speculative_params import AS_THE_ENGINE_DOES, SpeculativeParams
 from tiercel.core.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens after the first.
         n: answers per prompt; answer i is what seed + i gives alone.
         structured_outputs: a grammar that the answer must follow.
+        speculative: how this request is drafted for; the answer does not depend on it.
 
     Raises:
         UserError: a value is outside its range; the message names the field.
@@ -80,6 +82,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     structured_outputs: StructuredOutputs | None = None
+    speculative: SpeculativeParams = AS_THE_ENGINE_DOES
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "n"):
@@ -104,6 +107,8 @@ class SamplingParams:
         _require(
             wish is None or isinstance(wish, StructuredOutputs), "structured_outputs", wish, "StructuredOutputs(…)"
         )
+        fits = isinstance(self.speculative, SpeculativeParams)
+        _require(fits, "speculative", self.speculative, "SpeculativeParams(…)")
 
     def _keep_lists(self) -> None:
         """Lists become tuples of their own, so that what was checked cannot change."""
@@ -146,6 +151,7 @@ class SamplingParams:
         values["logits_processors"] = [getattr(call, "__name__", repr(call)) for call in self.logits_processors]
         values["logit_bias"] = self.logit_bias and {str(token): bias for token, bias in self.logit_bias.items()}
         values["structured_outputs"] = self.structured_outputs and _plain(self.structured_outputs)
+        values["speculative"] = _plain(self.speculative)
         return values
 
 

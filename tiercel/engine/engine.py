@@ -227,11 +227,11 @@ class Engine:
         record.num_waiting = len(self.scheduler.waiting)
         record.kv_slots_used, record.kv_slots_total = self.kv.num_slots_used, self.kv.num_slots_total
         record.start_ns, record.end_ns = start, perf_counter_ns()
+        self.worker.observe(record)
         if batch.mode is ForwardMode.DECODE:
             stage_ns = record.stage_ns
             for req in batch.reqs:
                 req.spec.stage_ns.add(stage_ns)
-        self.worker.observe(record)
         self.pipeline.on_step(record)
         self.last_step = record
         outputs = []

@@ -130,6 +130,13 @@ DEPTH_STEPS = Family(
     "drafts too, and which rule or file says so.",
     ("requests", "lookup", "source"),
 )
+DEPTH_ROUNDS = Family(
+    "tiercel:spec_decode_depth_rounds_total",
+    Kind.COUNTER,
+    "Decode steps by the MTP layers that their draft extend could use (K), and why: the depth table says so, or it was chosen "
+    "while running (docs/drafters.md).",
+    ("num_steps", "reason"),
+)
 STAGE_SECONDS = Family(
     "tiercel:spec_decode_stage_seconds",
     Kind.HISTOGRAM,

@@ -8,10 +8,11 @@ way. Only histograms of steps and tokens lack dropped steps.
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 from tiercel.core.batch import ForwardMode, RequestRound, StepRecord
-from tiercel.core.depths import DepthTable
+from tiercel.core.depths import REASONS, DepthTable
 from tiercel.core.request import SOURCE_NGRAM
 from tiercel.observability import metric_table as table
 from tiercel.observability.metric_store import MetricStore, Reading
@@ -98,6 +99,7 @@ class MetricsSink:
             if record.mode is ForwardMode.EXTEND:
                 store.observe(table.PREFILL_SECONDS, (record.end_ns - record.start_ns) / 1e9)
                 return
+            store.add(table.DEPTH_ROUNDS, labels=(str(record.num_steps), record.depth_reason))
             for stage, ns in record.stage_ns.items():
                 store.observe(table.STAGE_SECONDS, ns / 1e9, (stage,))
             start = record.draft_extend_start_ns
@@ -130,6 +132,8 @@ class MetricsSink:
             declare(table.LAYER_SECONDS, (str(layer),))
         for reason in table.FINISH_REASONS:
             declare(table.REQUESTS, (reason,))
+        for num_steps, reason in product(range(engine.num_layers + 1), REASONS):
+            declare(table.DEPTH_ROUNDS, (str(num_steps), reason))
         for drafter in table.DRAFTERS:
             for family in (table.DRAFTER_ROUNDS, table.DRAFTER_DRAFT_TOKENS, table.DRAFTER_ACCEPTED_TOKENS):
                 declare(family, (drafter,))

@@ -1,8 +1,8 @@
 """Depth that pays: how many MTP layers draft (K), chosen per batch from what rounds cost and how often drafts were right lately.
 
-With K layers a round brings each request 1 + P(draft 1 right) + … + P(the first K right) tokens. What it costs is measured by load,
-as everything is that differs between machines: a row more in a verify is nearly free on one, and half a step on another. The K that
-brings most tokens per second is in force until another promises ``MARGIN`` more. Greedy output does not depend on it.
+With K layers a round brings each request 1 + P(draft 1 right) + … + P(the first K right) tokens. What it costs is measured by
+load, since a row more in a verify is nearly free on one machine, and half a step on another. The K that brings most tokens per
+second is in force until another promises ``MARGIN`` more. Output does not depend on it.
 """
 
 from collections.abc import Iterable, Sequence

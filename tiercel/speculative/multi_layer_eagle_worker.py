@@ -96,8 +96,8 @@ class MultiLayerEagleWorker(SpecWorker):
             long matches.
         depths: layers and prompt lookup by number of requests; None: as many layers as ``max_verify_rows`` has rows for. Layers
             that are left out go on later from hidden states kept for them, so drafts are the same as if they had run all along.
-        is_adaptive: choose K, 0 included, by what rounds cost and how often drafts are right; ``depths`` is then where it begins, and
-            still says where prompt lookup drafts.
+        is_adaptive: choose K, 0 included, by what rounds cost and how often drafts are right; ``depths`` is then where it
+            begins, and still says where prompt lookup drafts.
         topk: candidates after each draft: above 1 the layers draft trees (needs ``exact_kv``).
         num_draft_tokens: drafts in a tree at most; None: ``topk`` times ``num_layers``.
         max_batch_size: requests at once at most (trees only).
@@ -252,7 +252,7 @@ class MultiLayerEagleWorker(SpecWorker):
         return not self.adaptive or behind <= CATCH_UP * max(0, start + 1 - req.num_prompt_tokens)
 
     def _probe(self, alive: list[tuple[Request, DraftState]]) -> list[int]:
-        """Run the first layer over what it has not read: compare what it would have drafted with the answer, keep its last draft."""
+        """Run the first layer over what it has not read: hold what it would have drafted against the answer, keep its last."""
         assert self.adaptive is not None
         pieces = [DraftRows(req, state, self._first_row(state, 1), req.num_computed) for req, state in alive]
         rows = self._rows(pieces)
@@ -263,7 +263,7 @@ class MultiLayerEagleWorker(SpecWorker):
         step = StepInput(rows, tokens, every, needs_logits(how), hidden)
         output = self.model.layers[0].run(step, self.storages[0])
         drafts = choose(output.best, output.logits, how, self.target.noise, self.model.target_ids)
-        for piece, own in zip(pieces, drafts.clamp(min=0).split(rows.counts), strict=True):
+        for piece, own in zip(pieces, torch.split(drafts.clamp(min=0), rows.counts), strict=True):
             *earlier, newest = own.tolist()
             skipped = max(0, piece.req.num_prompt_tokens - piece.start - 2)  # rows whose next token nobody drafts
             truth = piece.req.token_ids[piece.start + 2 :]
