@@ -1,20 +1,32 @@
-"""Greedy output with speculation against greedy output without, token for token.
+"""Greedy output with speculation against greedy output without, token for token, for every drafter.
 
-    python bench/greedy_identity.py --prompts spec_bench_dev.jsonl --batch 8 --num-steps 3 --max-tokens 64
+    python bench/greedy_identity.py --prompts spec_bench_dev.jsonl --limit 8 --max-tokens 24
+
+plays every drafter with chains and trees, K = 1, 2, 3, 1, 3 and 8 requests at once, and prompts read 7 and 16 tokens at a time
+and whole. Some drafts are made right on purpose, so that every accept pattern occurs (``--unplanted`` leaves them alone). EAGLE-3
+has random weights unless ``--eagle3-draft`` names a head; the standalone draft model is the target itself unless
+``--standalone-draft`` names one.
 
 The only excuse for a difference is a tie: at the first token that differs, the plain run's two best logits must lie within
 1e-4. Every difference is listed with its gap; the exit code is 1 if one is no tie.
 """
 
+import itertools
 import json
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypedDict
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, TypedDict
 
 import torch
 import typer
 
+from tiercel.bench.planted import plant
+from tiercel.bench.untrained import random_eagle3, unchained
 from tiercel.cli.prompts import PromptRow, read_prompts
 from tiercel.core.config import EngineConfig, SpecConfig
 from tiercel.core.sampling_params import SamplingParams
@@ -26,6 +38,18 @@ from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import StepInput
 
 TIE = 1e-4
+WHOLE = 4096
+"""Prompt tokens in a step where prompts are read whole."""
+MTP, EAGLE = "multi-layer-eagle", "eagle"
+DRAFTERS: dict[str, dict[str, Any]] = {
+    MTP: {"method": MTP, "ngram_match": 0},
+    "multi-layer-eagle-unchained": {"method": MTP, "ngram_match": 0},
+    "multi-layer-eagle-ngram": {"method": MTP},
+    "ngram": {"method": "ngram"},
+    EAGLE: {"method": EAGLE},
+    "eagle3": {"method": "eagle3"},
+    "standalone": {"method": "standalone"},
+}
 
 
 class Difference(TypedDict):
@@ -38,12 +62,19 @@ class Difference(TypedDict):
 
 def main(
     prompts: Annotated[Path, typer.Option(help="JSON lines with `prompt` or `turns`.")],
-    batch: Annotated[int, typer.Option(help="Requests at once.")] = 8,
+    drafter: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(DRAFTERS)}.")] = None,
     num_steps: Annotated[list[int] | None, typer.Option(help="K; repeatable.")] = None,
+    topk: Annotated[list[int] | None, typer.Option(help="1: chains; above: trees. Repeatable.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Requests at once; repeatable.")] = None,
+    chunk: Annotated[list[int] | None, typer.Option(help="Prompt tokens per step, 0: whole; repeatable.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 64,
     limit: Annotated[int, typer.Option(help="Take so many prompts, spread over the file; 0 takes all.")] = 0,
     model: Annotated[str, typer.Option()] = "smollm2-135m",
-    draft: Annotated[str, typer.Option()] = "auto",
+    draft: Annotated[str, typer.Option(help="MTP layers.")] = "auto",
+    eagle3_draft: Annotated[str | None, typer.Option(help="EAGLE-3 head.")] = None,
+    standalone_draft: Annotated[str | None, typer.Option(help="Draft model.")] = None,
+    planted: Annotated[bool, typer.Option("--planted/--unplanted", help="Make some drafts right.")] = True,
+    quantization: Annotated[str, typer.Option(help="`none`: float32 weights.")] = "auto",
     activation_bits: Annotated[int, typer.Option(help="8 or 16.")] = 8,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="PyTorch's modules.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
@@ -55,40 +86,102 @@ def main(
     engine = EngineConfig(
         model=model,
         dtype="float32",
-        max_batch_size=batch,
+        quantization=quantization,
         activation_bits=activation_bits,
         enforce_eager=enforce_eager,
     )
-    target = load_target(engine, SpecConfig(draft=draft))
-    plain, took = answers(LLM(engine=engine, spec=SpecConfig(method="none"), target=target), rows, max_tokens)
-    print(f"plain: {len(rows)} prompts at batch {batch}, {took:.0f} s", flush=True)
-    result, failed = [], False
-    for depth in num_steps or [3]:
-        spec = SpecConfig(draft=draft, num_steps=depth, max_verify_rows=batch * (depth + 1), min_confidence=0)
-        ours, took = answers(LLM(engine=engine, spec=spec, target=target), rows, max_tokens)
-        differing = [difference(target, plain[r.request_id], ours[r.request_id]) for r in rows]
-        found = [d for d in differing if d]
-        bad = [d for d in found if d["gap"] >= TIE]
-        failed |= bool(bad)
-        print(
-            f"K = {depth}: {len(rows) - len(found)} of {len(rows)} equal, {len(found)} ties, {len(bad)} faults, {took:.0f} s"
-        )
-        for d in found:
-            print(f"  {d['request_id']}: first differs at answer token {d['at']}, top-2 gap {d['gap']:.2e}", flush=True)
-        result.append({"num_steps": depth, "prompts": len(rows), "differences": found, "seconds": took})
+    target = load_target(engine, SpecConfig(method="none"))
+    plain, took = answers(LLM(engine=engine, spec=SpecConfig(method="none"), target=target), rows, max_tokens, None)
+    print(f"plain: {len(rows)} prompts, {took:.0f} s", flush=True)
+    result: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        drafts = {
+            MTP: draft,
+            "multi-layer-eagle-unchained": str(unchained(draft, target.checkpoint, Path(folder) / "unchained")),
+            "multi-layer-eagle-ngram": draft,
+            EAGLE: draft,
+            "eagle3": eagle3_draft or str(random_eagle3(target.checkpoint, Path(folder) / "eagle3")),
+            "standalone": standalone_draft or model,
+        }
+        grid = itertools.product(drafter or DRAFTERS, num_steps or [1, 2, 3], topk or [1, 2])
+        for name, depth, width in grid:
+            if name == "ngram" and width > 1:
+                continue
+            for at_once, size in itertools.product(batch or [1, 3, 8], chunk or [7, 16, 0]):
+                config = replace(engine, max_batch_size=at_once, max_prefill_tokens=size or WHOLE)
+                spec = spec_for(name, drafts.get(name, "auto"), depth, width)
+                llm = LLM(engine=config, spec=spec, target=target)
+                ours, took = answers(llm, rows, max_tokens, plain if planted else None)
+                row = compared(target, plain, ours)
+                row |= {"drafter": name, "num_steps": depth, "topk": width, "batch": at_once, "chunk": size}
+                show(row, took)
+                result.append(row)
+    totals = Counter(
+        kind for row in result for kind in ["equal"] * row["equal"] + ["different"] * len(row["differences"])
+    )
+    print(f"{len(result)} runs: {totals['equal']} answers equal, {totals['different']} different, ties and faults")
     if json_file:
-        json_file.write_text(json.dumps({"batch": batch, "max_tokens": max_tokens, "runs": result}, indent=1) + "\n")
-    sys.exit(failed)
+        json_file.write_text(
+            json.dumps({"max_tokens": max_tokens, "planted": planted, "runs": result}, indent=1) + "\n"
+        )
+    sys.exit(any(is_fault(d) for row in result for d in row["differences"]))
 
 
-def answers(llm: LLM, rows: list[PromptRow], max_tokens: int) -> tuple[dict[str, RequestOutput], float]:
+def spec_for(name: str, draft: str, depth: int, width: int) -> SpecConfig:
+    """Draft to the full depth, whatever it costs."""
+    given = {**DRAFTERS[name], "max_verify_rows": WHOLE, "min_confidence": 0}
+    if name == "ngram":
+        return SpecConfig(**given, ngram_match=1, ngram_tokens=depth)
+    return SpecConfig(**given, draft=draft, num_steps=depth, topk=width)
+
+
+def answers(
+    llm: LLM, rows: list[PromptRow], max_tokens: int, planted: Mapping[str, RequestOutput] | None
+) -> tuple[dict[str, RequestOutput], float]:
     """Greedy answers by request id, and the seconds they took."""
     start = time.perf_counter()
+    if planted is not None:
+        plant(llm.engine.worker, {name: output.token_ids for name, output in planted.items()})
     sampling = SamplingParams(max_tokens=max_tokens)
     outputs = llm.generate([r.text for r in rows], sampling, request_ids=[r.request_id for r in rows])
     prompt_ids.update({r.request_id: llm.encode(r.text) for r in rows})
     llm.close()
     return {o.request_id: o.checked() for o in outputs}, time.perf_counter() - start
+
+
+def compared(
+    target: LoadedTarget, plain: Mapping[str, RequestOutput], ours: Mapping[str, RequestOutput]
+) -> dict[str, Any]:
+    """How many answers are equal, every difference, and what share of the drafts was accepted."""
+    found = [difference(target, output, ours[name]) for name, output in plain.items()]
+    specs = [output.record.spec for output in ours.values()]
+    proposed, accepted = (sum(spec[f"num_{what}draft_tokens"] for spec in specs) for what in ("", "accepted_"))
+    differences = [d for d in found if d]
+    return {
+        "equal": len(found) - len(differences),
+        "differences": differences,
+        "proposed": proposed,
+        "accepted": accepted,
+    }
+
+
+def is_fault(difference: Difference) -> bool:
+    """Whether it is no tie."""
+    return difference["gap"] >= TIE
+
+
+def show(row: dict[str, Any], took: float) -> None:
+    """One line per run, and one per difference."""
+    shape = "chain" if row["topk"] == 1 else f"top-{row['topk']} tree"
+    faults = sum(map(is_fault, row["differences"]))
+    print(
+        f"{row['drafter']}, K = {row['num_steps']}, {shape}, batch {row['batch']}, chunk {row['chunk'] or 'whole'}: "
+        f"{row['equal']} equal, {len(row['differences']) - faults} ties, {faults} faults, "
+        f"{row['accepted']} of {row['proposed']} drafts right, {took:.0f} s",
+        flush=True,
+    )
+    for d in row["differences"]:
+        print(f"  {d['request_id']}: first differs at answer token {d['at']}, top-2 gap {d['gap']:.2e}", flush=True)
 
 
 prompt_ids: dict[str, list[int]] = {}

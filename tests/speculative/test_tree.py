@@ -1,7 +1,6 @@
 """Trees of drafts: their rows against chains bit by bit, their drafts against a loop that caches nothing, their output."""
 
 import dataclasses
-import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from tests.conftest import random_draft
 from tests.speculative.test_multi_layer_eagle import PROMPTS, SAMPLING, plain_answers
+from tiercel.bench.planted import plant
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.errors import UserError
 from tiercel.core.request import Request
@@ -130,36 +130,16 @@ def tree_engine(target: LoadedTarget, folder: Path, config: EngineConfig, **spec
 
 
 def helped(engine: Engine, answers: dict[str, list[int]]) -> Counter[tuple[int, ...]]:
-    """Let some trees hold the right path, at changing places, so that every accept pattern occurs; counts what was accepted."""
-    honest, judged, turn = engine.worker.draft, engine.worker.verify, itertools.count()
-    seen: Counter[tuple[int, ...]] = Counter()
-
-    def draft(batch):  # type: ignore[no-untyped-def]
-        sent = honest(batch)
-        for i, req in enumerate(batch.reqs):
-            chosen, drafts = next(turn), sent.draft_token_ids[i]
-            if not drafts:
-                continue
-            path = paths(sent.tree(i) or range(-1, len(drafts) - 1))[chosen % len(drafts)]
-            done = len(req.output_token_ids)
-            for j, token in zip(path, answers[req.request_id][done : done + chosen % 5], strict=False):
-                siblings = [
-                    k
-                    for k in range(len(drafts))
-                    if (sent.tree(i) or range(-1, 99))[k] == (sent.tree(i) or range(-1, 99))[j]
-                ]
-                for k in siblings:
-                    if drafts[k] == token:
-                        drafts[k] = drafts[j]
-                drafts[j] = token
-        return sent
+    """Let some trees hold the right path, so that every accept pattern occurs; counts what was accepted."""
+    plant(engine.worker, answers)
+    judged, seen = engine.worker.verify, Counter[tuple[int, ...]]()
 
     def verify(batch, sent):  # type: ignore[no-untyped-def]
         said = judged(batch, sent)
         seen.update(tuple(path) for path in said[1].accepted)
         return said
 
-    engine.worker.draft, engine.worker.verify = draft, verify  # type: ignore[method-assign]
+    engine.worker.verify = verify  # type: ignore[method-assign]
     return seen
 
 
