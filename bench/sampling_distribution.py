@@ -18,7 +18,10 @@ import typer
 
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.models.step import best_ids
-from tiercel.speculative.sampling import GumbelNoise, RowSampling, choose, filtered_logits
+from tiercel.speculative.logits.choose import choose
+from tiercel.speculative.logits.filters import filtered_logits
+from tiercel.speculative.logits.noise import GumbelNoise
+from tiercel.speculative.logits.rows import RowSampling
 from tiercel.speculative.verify import accept
 
 VOCAB, BOUND = 4, 0.01

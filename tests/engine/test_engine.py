@@ -17,7 +17,8 @@ from tiercel.core.sampling_params import SamplingParams
 from tiercel.engine.engine import Engine, LoadedTarget
 from tiercel.observability.records import read_requests
 from tiercel.speculative import target_runner
-from tiercel.speculative.sampling import GumbelNoise, RowSampling
+from tiercel.speculative.logits.noise import GumbelNoise
+from tiercel.speculative.logits.rows import RowSampling
 
 PROMPT = [7, 30, 99, 12, 200, 45, 8, 61]
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)

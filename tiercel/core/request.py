@@ -57,6 +57,7 @@ class Request:
         seed: the seed in force (``sampling.seed`` or one drawn at arrival).
         eos_token_ids: tokens that end the answer.
         time_stats: trace hooks of this request.
+        bad_word_ids: token sequences of ``sampling.bad_words``.
 
     ``num_computed`` counts the leading tokens whose target KV is in the cache. While a request runs it is
     ``len(token_ids) - 1``: the last token has been chosen but not yet been read by the target.
@@ -68,6 +69,7 @@ class Request:
     seed: int
     eos_token_ids: frozenset[int]
     time_stats: TimeStats
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     output_token_ids: list[int] = field(default_factory=list)
     output_sources: list[int] = field(default_factory=list)
     num_computed: int = 0

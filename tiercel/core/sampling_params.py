@@ -48,7 +48,8 @@ class SamplingParams:
         stop: texts that end the answer as soon as they are complete; at most 16.
         stop_token_ids: tokens that end the answer, also under ``ignore_eos``.
         include_stop_str_in_output: keep the stop text (or stop token's text) at the end of the answer's text.
-        logits_processors: called in order for every token that is chosen, once each, with the text before it.
+        logits_processors: called in order for every row that the target checks, with the text before its token, drafts included;
+            what one returns must depend on its arguments alone.
         logprobs: log-probabilities of each completion token, and of so many likeliest ones (0 to 20); None: none.
         prompt_logprobs: the same for the prompt's tokens after the first.
         n: answers per prompt; answer i is what seed + i gives alone.
@@ -137,6 +138,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the argmax is the only token that can be chosen."""
         return self.temperature <= GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits change with the text before them, or by token, before anything is drawn."""
+        return (
+            self.repetition_penalty != 1
+            or any((self.presence_penalty, self.frequency_penalty, self.min_tokens, self.logit_bias))
+            or self.allowed_token_ids is not None
+            or any((self.bad_words, self.logits_processors))
+        )
 
     def samples(self) -> "list[SamplingParams]":
         """The ``n`` answers as requests of their own: number i has seed + i, or none where none was given."""

@@ -17,7 +17,7 @@ from tiercel.core.request import FinishReason, Request
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.device.placement import Placement, place
 from tiercel.engine.outputs import StepOutput
-from tiercel.engine.sampling_checks import check_sampling
+from tiercel.engine.sampling_checks import bad_word_ids, check_sampling
 from tiercel.engine.scheduler import Scheduler
 from tiercel.kvcache.manager import KvCacheManager
 from tiercel.models.checkpoint import Checkpoint
@@ -164,7 +164,8 @@ class Engine:
         stats = self.pipeline.new_time_stats(request_id, trace_headers)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         eos = frozenset(self.checkpoint.description.eos_token_ids)
-        req = Request(request_id, list(prompt_token_ids), sampling, seed, eos, stats)
+        bad = bad_word_ids(sampling.bad_words, self.checkpoint.tokenizer)
+        req = Request(request_id, list(prompt_token_ids), sampling, seed, eos, stats, bad)
         stats.set_wait_queue_entry_time()
         self.requests[request_id] = req
         if timeout_s is not None:

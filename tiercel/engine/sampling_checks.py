@@ -1,23 +1,15 @@
 """Which wishes this engine can grant: what ``SamplingParams`` alone cannot know."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
+from tiercel.models.tokenizer import Tokenizer
 
 REFUSED = (
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "min_tokens",
     "stop",
     "stop_token_ids",
-    "logits_processors",
     "logprobs",
     "prompt_logprobs",
     "structured_outputs",
@@ -43,3 +35,9 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         wrong = [token for token in getattr(sampling, name) or () if token >= vocab_size]
         if wrong:
             raise UserError(f"{name}: token {wrong[0]} is not in the vocabulary: give ids from 0 to {vocab_size - 1}")
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of each word, as it begins a text and as it follows a space."""
+    spellings = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+    return tuple(dict.fromkeys(tuple(tokenizer.encode_part(spelling)) for spelling in spellings))

@@ -95,6 +95,10 @@ class Tokenizer:
         """
         return self._ids(text, self.add_bos)
 
+    def encode_part(self, text: str) -> list[int]:
+        """Token ids of a piece of text, as it stands inside an answer: nothing is put around it."""
+        return self._ids(text, False)
+
     def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str:
         """Text of token ids; incomplete UTF-8 shows as U+FFFD."""
         return str(self.fast.decode(token_ids, skip_special_tokens=skip_special))

@@ -6,7 +6,7 @@ the hidden state is what it gave itself for the draft before.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -17,7 +17,9 @@ from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import StepInput, StepModel, StepOutput
 from tiercel.speculative.draft_tree import DraftTree, candidates
-from tiercel.speculative.sampling import GumbelNoise, RowSampling, needs_logits
+from tiercel.speculative.logits.choose import needs_logits
+from tiercel.speculative.logits.noise import GumbelNoise
+from tiercel.speculative.logits.rows import RowSampling
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ class DraftReader:
     ) -> StepOutput:
         counts = [len(g.tree.frontier) for g in growing]
         how = [
-            RowSampling(g.sampling.params, g.sampling.seed, g.sampling.position + depth)
+            replace(g.sampling, position=g.sampling.position + depth)
             for g, count in zip(growing, counts, strict=True)
             for _ in range(count)
         ]

@@ -10,7 +10,7 @@ from tiercel.models.step import StepModel
 from tiercel.speculative.autoregressive import DraftReader, Growth
 from tiercel.speculative.base_worker import SpecWorker, VerifyInput
 from tiercel.speculative.draft_tree import floor_of
-from tiercel.speculative.sampling import RowSampling
+from tiercel.speculative.logits.rows import draft_row
 from tiercel.speculative.target_runner import TargetRunner
 
 DEFAULT_NUM_STEPS = 3
@@ -68,7 +68,7 @@ class AutoregressiveWorker(SpecWorker):
 
     def new_growth(self, req: Request, start: int, end: int) -> Growth:
         """Rows ``start .. end - 1`` of a request, to be read."""
-        wish = RowSampling(req.sampling, req.seed, end + self.reader.shift)
+        wish = draft_row(req, end + self.reader.shift)
         return Growth(req.token_ids, start, end, self.kv.slots(req.request_id), wish)
 
     def grow(self, growths: dict[str, Growth], depths: dict[str, int]) -> None:

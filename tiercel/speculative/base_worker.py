@@ -27,7 +27,10 @@ from tiercel.observability.trace import get_global_tracing_enabled
 from tiercel.speculative.target_runner import LogitsOutput, TargetRunner
 from tiercel.speculative.verify import accept
 
-NAN_LOGITS = "the model's logits hold NaN for this request; check the weights, or use --dtype float32"
+NO_TOKEN = (
+    "no token can be chosen: the model's logits hold NaN (check the weights, or use --dtype float32), or the request's "
+    "allowed_token_ids, bad_words, min_tokens and logits_processors together forbid every token"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +271,7 @@ def deliver(req: Request, token_ids: list[int], sources: list[int]) -> int:
     count = token_ids.index(-1) if -1 in token_ids else len(token_ids)
     emitted = req.append_until_stop(token_ids[:count], sources[:count])
     if count < len(token_ids) and not req.is_finished:
-        req.finish_reason, req.error = FinishReason.ERROR, NAN_LOGITS
+        req.finish_reason, req.error = FinishReason.ERROR, NO_TOKEN
     return emitted
 
 

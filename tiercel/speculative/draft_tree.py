@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from tiercel.core.tree import paths
-from tiercel.speculative.sampling import GumbelNoise, RowSampling, filtered_logits
+from tiercel.speculative.logits.adjust import adjusted_draft_logits
+from tiercel.speculative.logits.filters import filtered_logits
+from tiercel.speculative.logits.noise import GumbelNoise
+from tiercel.speculative.logits.rows import RowSampling
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ def candidates(
     """
     scores = torch.where(best[:, None] < 0, 0.0, logits)  # NaN: a draft is only a guess, any token will do
     for index, row in enumerate(rows):
+        scores[index] = adjusted_draft_logits(scores[index], row, noise.vocab_size, token_ids)
         if not row.params.is_greedy:
             gumbel = noise.row(row.seed, row.position).to(logits.device)[token_ids]
             scores[index] = filtered_logits(scores[index], row.params).log_softmax(-1) + gumbel

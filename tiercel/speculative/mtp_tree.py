@@ -6,7 +6,7 @@ extend reads those rows again with verified tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import DraftModel, StepInput
 from tiercel.speculative.draft_tree import DraftTree, candidates
-from tiercel.speculative.sampling import GumbelNoise, RowSampling
+from tiercel.speculative.logits.noise import GumbelNoise
+from tiercel.speculative.logits.rows import RowSampling
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class MtpTree:
                     wanted += last
                     counts[index] = len(last)
                     wish = piece.sampling
-                    how += [RowSampling(wish.params, wish.seed, wish.position + layer)] * len(last)
+                    how += [replace(wish, position=wish.position + layer)] * len(last)
             if not segments:  # a prompt's chunk too short for this layer
                 ends.append(self.now())
                 continue

@@ -30,9 +30,10 @@ from tiercel.speculative.adaptive import AdaptiveDepth
 from tiercel.speculative.base_worker import ComputedRows, SpecWorker, VerifyInput
 from tiercel.speculative.draft_tree import DraftTree, floor_of
 from tiercel.speculative.kept_hidden import KeptHidden
+from tiercel.speculative.logits.choose import choose, needs_logits
+from tiercel.speculative.logits.rows import draft_row
 from tiercel.speculative.mtp_tree import MtpTree, TreeRows
 from tiercel.speculative.ngram import NOTHING, Continuation, NgramIndex
-from tiercel.speculative.sampling import RowSampling, choose, needs_logits
 from tiercel.speculative.target_runner import TargetRunner
 
 CATCH_UP = 8
@@ -257,7 +258,7 @@ class MultiLayerEagleWorker(SpecWorker):
         pieces = [DraftRows(req, state, self._first_row(state, 1), req.num_computed) for req, state in alive]
         rows = self._rows(pieces)
         tokens = integers([t for p in pieces for t in p.req.token_ids[p.start + 1 : p.end + 1]], rows.device)
-        how = [RowSampling(p.req.sampling, p.req.seed, t + 2) for p in pieces for t in range(p.start, p.end)]
+        how = [draft_row(p.req, t + 2) for p in pieces for t in range(p.start, p.end)]
         every = integers(range(rows.num_rows), rows.device)
         hidden = torch.cat([p.state.hidden.since(p.start) for p in pieces])
         step = StepInput(rows, tokens, every, needs_logits(how), hidden)
@@ -278,7 +279,7 @@ class MultiLayerEagleWorker(SpecWorker):
         trees = []
         for index, p in enumerate(pieces):
             scratch = torch.arange(self.num_scratch) + first + index * self.num_scratch
-            wish = RowSampling(p.req.sampling, p.req.seed, p.end + 1)
+            wish = draft_row(p.req, p.end + 1)
             trees.append(TreeRows(p.req.token_ids, p.start, p.end, self.kv.slots(p.req.request_id), scratch, wish))
         ends = mtp.grow(trees, depth, torch.cat([p.state.hidden.since(p.start) for p in pieces]), self.storages)
         for piece, grown in zip(pieces, trees, strict=True):
@@ -303,7 +304,7 @@ class MultiLayerEagleWorker(SpecWorker):
         tokens = integers([t for p in pieces for t in p.req.token_ids[p.start : p.end]], device)
         known = integers(list(zip(*(p.known_tokens(depth) for p in pieces), strict=True)), device)
         hidden = torch.cat([p.state.hidden.since(p.start) for p in pieces])
-        if self.model.chain is not None and all(p.req.sampling.is_greedy for p in pieces):
+        if self.model.chain is not None and not needs_logits([draft_row(p.req, p.end + 1) for p in pieces]):
             return self.model.chain(rows, tokens, last, known, hidden, self.storages)
         return self._layer_by_layer(pieces, rows, tokens, last, known, hidden)
 
@@ -317,7 +318,7 @@ class MultiLayerEagleWorker(SpecWorker):
             tokens = tokens.roll(-1)
             tokens[last] = torch.where(is_known[index], known[index], newest)
             source = hidden if self.model.description.chained else target_hidden
-            how = [RowSampling(p.req.sampling, p.req.seed, p.end + 1 + index) for p in pieces]
+            how = [draft_row(p.req, p.end + 1 + index) for p in pieces]
             step = StepInput(rows, tokens, last, needs_logits(how), source, with_confidence=True)
             output = self.model.layers[index].run(step, self.storages[index])
             # A draft is only a guess: where its logits are NaN (-1) any token will do, and the next layer can embed it.

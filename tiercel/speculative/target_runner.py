@@ -14,7 +14,9 @@ from tiercel.kvcache.manager import KvCacheManager
 from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import StepInput, Target
-from tiercel.speculative.sampling import GumbelNoise, RowSampling, choose, needs_logits
+from tiercel.speculative.logits.choose import choose, needs_logits
+from tiercel.speculative.logits.noise import GumbelNoise
+from tiercel.speculative.logits.rows import RowSampling, verify_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,15 @@ class TargetRunner:
             for r, end, tree in zip(reqs, ends, parents or [()] * len(reqs), strict=True)
         ]
         rows = Rows(segments, self.placement.device)
-        how = [
-            RowSampling(req.sampling, req.seed, position + 1)
-            for req, segment, count in zip(reqs, segments, num_sampled, strict=True)
-            if count
-            for position in segment.positions[-count:]
-        ]
-        row_ends = accumulate(rows.counts)
+        row_ends = list(accumulate(rows.counts))
+        how: list[RowSampling] = []
+        for req, segment, row_end, count, tree in zip(
+            reqs, segments, row_ends, num_sampled, parents or [()] * len(reqs), strict=True
+        ):
+            if count:
+                before = _drafts_before(token_ids[row_end - count + 1 : row_end], req, tree)
+                places = segment.positions[-count:]
+                how += [verify_row(req, place + 1, drafts) for place, drafts in zip(places, before, strict=True)]
         wanted = [i for end, count in zip(row_ends, num_sampled, strict=True) for i in range(end - count, end)]
         on_device = integers(wanted, self.placement.device)
         output = self.model.run(StepInput(rows, token_ids, on_device, needs_logits(how), taps=self.taps), self.storages)
@@ -98,6 +102,14 @@ class TargetRunner:
             target = torch.cat([slots[places] for slots, _, places in moves]).to(self.placement.device)
             for storage in self.storages:
                 storage.move(source, target)
+
+
+def _drafts_before(drafts: Tensor, req: Request, parents: Sequence[int]) -> list[list[int]]:
+    """The drafts on each row's path: none for the request's last token, then those up to each draft."""
+    if not req.sampling.adjusts_logits:  # nobody looks at them: they can stay on the device
+        return [[]] * (len(drafts) + 1)
+    tokens = drafts.tolist()
+    return [[], *([tokens[d] for d in path] for path in paths(parents or range(-1, len(tokens) - 1)))]
 
 
 def _places(parents: Sequence[int], end: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Verification of drafts: which were right, and what the target says after them. Pure functions on the host.
 
-A row's choice is what plain decoding would choose after the tokens on the row's path (``speculative.sampling``), so following
+A row's choice is what plain decoding would choose after the tokens on the row's path (``speculative.logits``), so following
 the draft that equals it, from row to row, gives plain decoding's tokens, whatever was drafted and however.
 """
 
