@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from tests.conformance.conftest import Drafts
 from tests.scripted import run, scripted_engine
@@ -61,6 +62,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 ELSEWHERE = {
     "ignore_eos": "tests/engine/test_engine.py",
+    "logprobs": "below: it changes no token",
     "min_tokens": "below: it needs an end that would come earlier",
     "n": "SamplingParams.samples: the engine sees one",
     "speculative": "tests/speculative/test_adaptive_worker.py",
@@ -150,6 +152,25 @@ def test_every_accept_pattern_gives_the_same_answer(toy_native: LoadedTarget, fi
         assert all(c == min(wrong_from, p) for p, c in zip(req.spec.proposed, req.spec.correct, strict=True))
 
 
+@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("warm", [False, True])
+def test_logprobs_are_the_models_own_whoever_drafts(
+    toy_native: LoadedTarget, toy_model: Path, drafts: Drafts, worker: str, warm: bool
+) -> None:
+    given = WORKERS[worker]
+    spec = SpecConfig(draft=drafts.get(given["method"], "auto"), max_verify_rows=999, **given)
+    wish = SamplingParams(max_tokens=LENGTH, ignore_eos=True, logprobs=3, **(WARM | {"top_k": 40} if warm else {}))
+    model = LlamaForCausalLM.from_pretrained(toy_model, dtype=torch.float32)
+    for req in answers(toy_native, spec, wish):
+        with torch.inference_mode():
+            logs = model(torch.tensor([req.token_ids])).logits[0].log_softmax(-1)[req.num_prompt_tokens - 1 : -1]
+        assert [found.token_id for found in req.output_logprobs] == req.output_token_ids
+        for row, found in zip(logs, req.output_logprobs, strict=True):
+            assert found.logprob == pytest.approx(float(row[found.token_id]), abs=1e-4)
+            assert [p for _, p in found.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+            assert [p for _, p in found.top] == pytest.approx([float(row[i]) for i, _ in found.top], abs=1e-4)
+
+
 def test_a_request_that_forbids_every_token_fails_clearly_and_alone(toy_native: LoadedTarget) -> None:
     engine = Engine(EngineConfig(), SpecConfig(method="none"), TraceConfig(), toy_native)
     eos = sorted(toy_native.checkpoint.description.eos_token_ids)
@@ -161,7 +182,7 @@ def test_a_request_that_forbids_every_token_fails_clearly_and_alone(toy_native: 
     assert len(other.output_token_ids) == 3
 
 
-REFUSED_VALUES: dict[str, Any] = {"logprobs": 1, "prompt_logprobs": 1, "stop": ["x"], "stop_token_ids": [3]}
+REFUSED_VALUES: dict[str, Any] = {"prompt_logprobs": 1, "stop": ["x"], "stop_token_ids": [3]}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_VALUES.keys() & set(REFUSED)))

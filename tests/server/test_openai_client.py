@@ -72,6 +72,27 @@ def test_a_chat_streams_what_it_answers_whole(client: OpenAI, llm: LLM) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_logprobs_are_those_of_the_library(client: OpenAI, llm: LLM) -> None:
+    expected = llm.generate([MESSAGES], SamplingParams(max_tokens=12, logprobs=2))[0].logprobs
+    assert expected is not None
+    wish = {"model": "toy", "messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True}
+    whole = client.chat.completions.create(**wish, top_logprobs=2).choices[0].logprobs  # type: ignore[call-overload]
+    assert [one.logprob for one in whole.content] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+    found = [top.logprob for one in whole.content for top in one.top_logprobs]
+    assert found == pytest.approx([p for one in expected for _, p in one.top], abs=1e-4)
+    chunks = client.chat.completions.create(**wish, top_logprobs=2, stream=True)  # type: ignore[call-overload]
+    streamed = [one for c in chunks if c.choices and c.choices[0].logprobs for one in c.choices[0].logprobs.content]
+    assert [one.token for one in streamed] == [one.token for one in whole.content]
+    text = client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=1)
+    shown = text.choices[0].logprobs
+    assert shown is not None
+    expected = llm.generate([PROMPT], SamplingParams(max_tokens=12, logprobs=1))[0].logprobs
+    assert expected is not None
+    assert shown.token_logprobs == pytest.approx([one.logprob for one in expected], abs=1e-4)
+    assert shown.text_offset is not None
+    assert shown.text_offset[0] == 0
+
+
 def test_acceptance_is_in_the_response_as_vllm_has_it(client: OpenAI) -> None:
     def ask(**extra: object) -> dict[str, object]:
         found = client.completions.create(

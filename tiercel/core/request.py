@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from tiercel.core.acceptance import SpecCounts
+from tiercel.core.logprobs import TokenLogprobs
 from tiercel.core.sampling_params import SamplingParams
 
 SOURCE_PREFILL = -2
@@ -59,6 +60,8 @@ class Request:
         time_stats: trace hooks of this request.
         bad_word_ids: token sequences of ``sampling.bad_words``.
 
+    ``output_logprobs`` has an entry per output token where ``sampling.logprobs`` asks for them, else none.
+
     ``num_computed`` counts the leading tokens whose target KV is in the cache. While a request runs it is
     ``len(token_ids) - 1``: the last token has been chosen but not yet been read by the target.
     """
@@ -72,6 +75,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     output_token_ids: list[int] = field(default_factory=list)
     output_sources: list[int] = field(default_factory=list)
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_computed: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

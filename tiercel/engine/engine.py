@@ -239,7 +239,8 @@ class Engine:
         for req, count in zip(batch.reqs, result.num_emitted, strict=True):
             tail = len(req.output_token_ids) - count
             finished = self._finish(req) if req.is_finished else None
-            outputs.append(StepOutput(req, req.output_token_ids[tail:], req.output_sources[tail:], finished))
+            news = (req.output_token_ids[tail:], req.output_sources[tail:])
+            outputs.append(StepOutput(req, *news, finished, req.output_logprobs[tail:]))
         return outputs
 
     def _end_overdue(self, now_ns: int) -> list[StepOutput]:

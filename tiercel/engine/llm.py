@@ -195,6 +195,7 @@ class LLM:
             record=record,
             depths=self.depths,
             trace_headers=self.engine.trace_headers(req),
+            logprobs=None if req.sampling.logprobs is None else list(req.output_logprobs),
         )
 
     def _request_ids(self, wanted: Sequence[str] | None, count: int) -> list[str]:

@@ -1,11 +1,12 @@
 """What callers get: tokens as they come, and a request's whole result."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from tiercel.core.depths import DepthTable
 from tiercel.core.errors import UserError
+from tiercel.core.logprobs import TokenLogprobs
 from tiercel.core.request import Request
 from tiercel.observability.records import RequestRecord
 
@@ -19,6 +20,8 @@ class StepOutput:
     sources: list[int]
     record: RequestRecord | None
     """Set once: when the request has finished."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One per new token, where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class TokenEvent:
 class RequestOutput:
     """A finished request: its text, its tokens and where they came from, its record, and the depths in force.
 
+    ``logprobs`` has an entry per token, and is None where ``SamplingParams.logprobs`` did not ask for them.
     ``trace_headers`` carry its trace on (``traceparent``): its root span's where spans are made, else what the caller sent.
     """
 
@@ -47,6 +51,7 @@ class RequestOutput:
     record: RequestRecord
     depths: DepthTable | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    logprobs: list[TokenLogprobs] | None = None
 
     def checked(self) -> Self:
         """Itself, for callers that have no use for a broken answer.
@@ -83,6 +88,7 @@ class RequestOutput:
             "request_id": self.request_id,
             "text": self.text,
             "token_ids": self.token_ids,
+            **({} if self.logprobs is None else {"logprobs": [token.to_json() for token in self.logprobs]}),
             "finish_reason": self.finish_reason,
             "usage": self.usage,
             "metrics": metrics,

@@ -10,7 +10,6 @@ from tiercel.models.tokenizer import Tokenizer
 REFUSED = (
     "stop",
     "stop_token_ids",
-    "logprobs",
     "prompt_logprobs",
     "structured_outputs",
 )

@@ -6,10 +6,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from tiercel.core.logprobs import TokenLogprobs
 from tiercel.models.tokenizer import Tokenizer
 from tiercel.server.answers import respond
 from tiercel.server.bodies import CompletionBody
 from tiercel.server.generation import Answer, Piece
+from tiercel.server.logprobs import text_logprobs
 from tiercel.server.sampling import check_supported
 from tiercel.server.service import Serving, request_id_of
 
@@ -25,7 +27,7 @@ async def completions(body: CompletionBody, request: Request, service: Serving) 
     name = f"cmpl-{request_id_of(request)}"
     jobs = service.jobs(body, prompts, name, request)
     echoed = [service.tokenizer.decode(job.prompt_token_ids) if body.echo else "" for job in jobs]
-    return await respond(service, request, body, jobs, _TextShape(echoed), name)
+    return await respond(service, request, body, jobs, _TextShape(service.tokenizer, echoed), name)
 
 
 def _token_ids(tokenizer: Tokenizer, prompt: str | Sequence[Any]) -> list[list[int]]:
@@ -37,24 +39,33 @@ def _token_ids(tokenizer: Tokenizer, prompt: str | Sequence[Any]) -> list[list[i
 
 
 class _TextShape:
-    """Args: echoed: what comes before each answer."""
+    """Args: tokenizer: names tokens. echoed: what comes before each answer."""
 
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, echoed: Sequence[str]) -> None:
-        self._echoed = echoed
+    def __init__(self, tokenizer: Tokenizer, echoed: Sequence[str]) -> None:
+        self._tokenizer, self._echoed = tokenizer, echoed
         self._pending = dict(enumerate(echoed))
+        self._offsets = [0] * len(echoed)
 
     def choice(self, answer: Answer) -> dict[str, Any]:
         text = self._echoed[answer.job.index] + answer.text
-        return _choice(answer.job.index, text, answer.finish_reason)
+        return _choice(answer.job.index, text, answer.finish_reason, self._shown(answer.job.index, answer.logprobs))
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         text = self._pending.pop(piece.index, "") + piece.text
-        if not text and piece.record is None:
+        if not text and not piece.logprobs and piece.record is None:
             return []
-        return [_choice(piece.index, text, piece.record.finish_reason if piece.record else None)]
+        shown = self._shown(piece.index, piece.logprobs)
+        return [_choice(piece.index, text, piece.record.finish_reason if piece.record else None, shown)]
+
+    def _shown(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not logprobs:
+            return None
+        shown = text_logprobs(self._tokenizer, logprobs, self._offsets[index])
+        self._offsets[index] += sum(map(len, shown["tokens"]))
+        return shown
 
 
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

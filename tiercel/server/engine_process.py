@@ -135,4 +135,4 @@ class _Loop:
 
 
 def _tokens(output: StepOutput) -> Tokens:
-    return Tokens(output.request.request_id, output.token_ids, output.sources, output.record)
+    return Tokens(output.request.request_id, output.token_ids, output.sources, output.record, output.logprobs)

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from tiercel.core.logprobs import TokenLogprobs
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.models.tokenizer import StreamDecoder, Tokenizer
 from tiercel.observability.records import RequestRecord
@@ -31,6 +32,7 @@ class Piece:
     text: str
     token_ids: list[int]
     record: RequestRecord | None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(slots=True)
@@ -40,12 +42,14 @@ class Answer:
     job: Job
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     record: RequestRecord | None = None
 
     def take(self, piece: Piece) -> None:
         """Add what came."""
         self.texts.append(piece.text)
         self.num_tokens += len(piece.token_ids)
+        self.logprobs += piece.logprobs
         self.record = piece.record
 
     @property
@@ -108,4 +112,4 @@ async def _one(engine: EngineClient, tokenizer: Tokenizer, job: Job) -> AsyncGen
                 if record.error:
                     raise AnswerFailed(record.error)
                 text += decoder.finish()
-            yield Piece(job.index, text, tokens.token_ids, record)
+            yield Piece(job.index, text, tokens.token_ids, record, tokens.logprobs)

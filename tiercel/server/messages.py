@@ -1,9 +1,11 @@
 """What travels between a server and the engine's process: plain frozen objects, pickled over one pipe."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercel.core.batch import StepRecord
 from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
+from tiercel.core.logprobs import TokenLogprobs
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.observability.metrics import Load
 from tiercel.observability.records import RequestRecord
@@ -130,6 +132,7 @@ class Tokens:
     token_ids: list[int]
     sources: list[int]
     record: RequestRecord | None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ def sampling_params(body: Wishes, room: int, vocab_size: int) -> SamplingParams:
         chosen["top_k"] = 0
     if "seed" in chosen:
         chosen["seed"] %= 2**64
+    chosen["logprobs"] = _num_logprobs(body)
     if body.logit_bias:
         chosen["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
     try:
@@ -44,6 +45,12 @@ def sampling_params(body: Wishes, room: int, vocab_size: int) -> SamplingParams:
         word = _FIRST_WORD.match(str(error))
         raise ApiError(400, str(error), word[0] if word and word[0] in type(body).model_fields else None) from error
     return sampling
+
+
+def _num_logprobs(body: Wishes) -> int | None:
+    if isinstance(body, ChatBody):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs if isinstance(body, CompletionBody) else None
 
 
 def _token_id(key: str) -> int:
@@ -64,13 +71,15 @@ def check_supported(body: ChatBody | CompletionBody) -> None:
     Raises:
         ApiError: naming the field.
     """
-    if body.logprobs not in (None, False):
-        raise invalid("logprobs", "not supported by this engine; leave it out")
+    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "only with logprobs: true")
     if body.response_format is not None and body.response_format != {"type": "text"}:
         raise invalid("response_format", 'only {"type": "text"} is supported by this engine')
     if body.speculative is not None and body.speculative != type(body.speculative)():
         raise invalid("speculative", "this engine drafts as it was started; leave it out")
     if isinstance(body, CompletionBody):
+        if body.echo and body.logprobs is not None:
+            raise invalid("logprobs", "not supported together with echo; leave one out")
         if body.suffix:
             raise invalid("suffix", "not supported; leave it out")
         if body.best_of not in (None, body.n or 1):

@@ -18,6 +18,7 @@ from tiercel.core.batch import (
     VerifyOutput,
 )
 from tiercel.core.depths import DepthChoice, DepthTable
+from tiercel.core.logprobs import TokenLogprobs
 from tiercel.core.request import SOURCE_BONUS, SOURCE_PREFILL, FinishReason, Request
 from tiercel.core.tree import depth_of
 from tiercel.device.parallel import SINGLE, TensorParallelGroup, draft_tp_context, speculative_moe_backend_context
@@ -142,7 +143,7 @@ class SpecWorker(ABC):
                 req.time_stats.set_spec_verify_end_time(record.verify_end_ns, num_correct_drafts=correct)
 
         hidden = self._keep_paths(reqs, starts, verify_output.accepted, logits_output.hidden)
-        num_emitted = self._commit(reqs, verify_input, verify_output, record)
+        num_emitted = self._commit(reqs, verify_input, verify_output, logits_output.logprobs, record)
         self._draft_extend(computed_rows(reqs, starts, hidden), record, traced=True)
         correct_drafts = verify_output.num_correct_drafts_per_req_cpu
         return GenerationBatchResult(num_emitted, correct_drafts, can_run_graph, record)
@@ -156,11 +157,12 @@ class SpecWorker(ABC):
         record.verify_end_ns = self.now()
 
         num_emitted = []
-        for req, end, sampled in zip(reqs, ends, logits_output.token_ids, strict=True):
+        chosen = zip(reqs, ends, logits_output.token_ids, logits_output.logprobs, strict=True)
+        for req, end, sampled, logprobs in chosen:
             record.extends.append(RequestExtend(req.request_id, req.num_computed, end, sampled[0] if sampled else None))
             req.num_computed = end
             self.kv.commit(req.request_id, end)
-            num_emitted.append(deliver(req, sampled, [SOURCE_PREFILL] * len(sampled)))
+            num_emitted.append(deliver(req, sampled, [SOURCE_PREFILL] * len(sampled), logprobs))
         self._draft_extend(computed_rows(reqs, starts, logits_output.hidden), record, traced=False)
         return GenerationBatchResult(num_emitted, [], self.target.can_run_graph, record)
 
@@ -195,7 +197,14 @@ class SpecWorker(ABC):
         self.target.keep_paths(moves)
         return kept
 
-    def _commit(self, reqs: list[Request], sent: VerifyInput, said: VerifyOutput, record: StepRecord) -> list[int]:
+    def _commit(
+        self,
+        reqs: list[Request],
+        sent: VerifyInput,
+        said: VerifyOutput,
+        logprobs: list[list[TokenLogprobs | None]],
+        record: StepRecord,
+    ) -> list[int]:
         num_emitted = []
         for i, req in enumerate(reqs):
             correct, bonus = said.num_correct_drafts_per_req_cpu[i], said.bonus_token_ids[i]
@@ -206,7 +215,9 @@ class SpecWorker(ABC):
             req.num_computed += correct + 1
             self.kv.commit(req.request_id, req.num_computed)
             self.kv.rollback(req.request_id)
-            emitted = deliver(req, [*drafts[:correct], bonus], [*layers[:correct], SOURCE_BONUS])
+            sources = [*layers[:correct], SOURCE_BONUS]
+            on_path = [logprobs[i][row] for row in (0, *(1 + draft for draft in said.accepted[i]))]
+            emitted = deliver(req, [*drafts[:correct], bonus], sources, on_path)
             num_emitted.append(emitted)
             if emitted:
                 req.spec.add_round(len(drafts), correct, emitted, depth_of(parents, len(drafts)))
@@ -260,7 +271,7 @@ def _path_first(
     return [drafts[j] for j in order], tuple(layers[j] for j in order), moved
 
 
-def deliver(req: Request, token_ids: list[int], sources: list[int]) -> int:
+def deliver(req: Request, token_ids: list[int], sources: list[int], logprobs: Sequence[TokenLogprobs | None]) -> int:
     """Append committed tokens to ``req`` up to its stop; where the target's choice was NaN (-1), end it with an error.
 
     As in plain decoding, the tokens before the NaN are delivered, and a stop among them comes first.
@@ -270,6 +281,7 @@ def deliver(req: Request, token_ids: list[int], sources: list[int]) -> int:
     """
     count = token_ids.index(-1) if -1 in token_ids else len(token_ids)
     emitted = req.append_until_stop(token_ids[:count], sources[:count])
+    req.output_logprobs += [found for found in logprobs[:emitted] if found is not None]
     if count < len(token_ids) and not req.is_finished:
         req.finish_reason, req.error = FinishReason.ERROR, NO_TOKEN
     return emitted

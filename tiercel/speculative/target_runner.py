@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tiercel.core.logprobs import TokenLogprobs
 from tiercel.core.request import Request
 from tiercel.core.tree import paths
 from tiercel.device.placement import Placement, integers
@@ -15,6 +16,7 @@ from tiercel.kvcache.rows import Rows, Segment
 from tiercel.kvcache.storage import KvStorage
 from tiercel.models.step import StepInput, Target
 from tiercel.speculative.logits.choose import choose, needs_logits
+from tiercel.speculative.logits.logprobs import row_logprobs
 from tiercel.speculative.logits.noise import GumbelNoise
 from tiercel.speculative.logits.rows import RowSampling, verify_row
 
@@ -24,11 +26,13 @@ class LogitsOutput:
     """What a target forward gives: per request, hidden states (before the final norm, or at the taps) and the tokens chosen.
 
     ``hidden[i]`` is ``[rows of request i, hidden_size]`` on the device; ``token_ids[i]`` (host) holds the token chosen after
-    each of the rows that were asked for, -1 where the target's logits were NaN.
+    each of the rows that were asked for, -1 where the target's logits were NaN; ``logprobs[i]`` its log-probabilities, None
+    where request i does not want them.
     """
 
     hidden: list[Tensor]
     token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs | None]]
 
 
 class TargetRunner:
@@ -86,10 +90,13 @@ class TargetRunner:
         wanted = [i for end, count in zip(row_ends, num_sampled, strict=True) for i in range(end - count, end)]
         on_device = integers(wanted, self.placement.device)
         output = self.model.run(StepInput(rows, token_ids, on_device, needs_logits(how), taps=self.taps), self.storages)
-        tokens = iter(choose(output.best, output.logits, how, self.noise).tolist())
+        tokens: list[int] = choose(output.best, output.logits, how, self.noise).tolist()
+        logprobs = row_logprobs(output.logits, how, tokens)
         given = output.hidden if output.tapped is None else output.tapped
         hidden = list(given.split_with_sizes(rows.counts))
-        return LogitsOutput(hidden, [[next(tokens) for _ in range(count)] for count in num_sampled])
+        ends_of = list(accumulate(num_sampled))
+        pieces = [slice(end - count, end) for end, count in zip(ends_of, num_sampled, strict=True)]
+        return LogitsOutput(hidden, [tokens[piece] for piece in pieces], [logprobs[piece] for piece in pieces])
 
     def keep_paths(self, moves: list[tuple[Tensor, list[int], list[int]]]) -> None:
         """Move the KV of accepted paths to where a chain has it.

@@ -20,8 +20,8 @@ from tiercel.speculative.logits.rows import RowSampling
 
 
 def needs_logits(rows: list[RowSampling]) -> bool:
-    """Whether any row chooses by more than the argmax."""
-    return any(row.needs_logits for row in rows)
+    """Whether more of any row is needed than its argmax."""
+    return any(not row.is_argmax or row.num_logprobs is not None for row in rows)
 
 
 def choose(
@@ -43,7 +43,7 @@ def choose(
     if logits is not None and needs_logits(rows):
         chosen = best.clone()
         for index, row in enumerate(rows):
-            if row.needs_logits and best[index] >= 0:
+            if not row.is_argmax and best[index] >= 0:
                 chosen[index] = _choose(logits[index], row, noise, token_ids)
     return chosen if token_ids is None else torch.where(chosen < 0, -1, token_ids[chosen])
 
