@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,32 @@ def test_spans_reach_a_grpc_collector(collector: tuple[str, list[ExportTraceServ
     make_spans(provider, 3)
     provider.shutdown()
     assert num_received(received) == 3
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_spans_reach_a_http_collector(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    received: list[ExportTraceServiceRequest] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        provider = make_provider(TraceConfig(enable_trace=True, otlp_endpoint=address, otlp_protocol="http/protobuf"))
+        make_spans(provider, 3)
+        provider.shutdown()
+        server.shutdown()
+    assert num_received(received) == 3
+    (counts,) = provider.counts()
+    assert (counts.exported, counts.failed) == ((3, 0) if status == 200 else (0, 3))
 
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])

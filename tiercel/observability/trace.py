@@ -1,17 +1,12 @@
 """Tracing's switch, its clock, and the OpenTelemetry provider with its exporters."""
 
-import base64
-import json
 import logging
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.environment_variables import (
     OTEL_BSP_MAX_QUEUE_SIZE,
     OTEL_EXPORTER_OTLP_ENDPOINT,
@@ -25,6 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 
 from tiercel.core.config import TraceConfig
 from tiercel.core.errors import UserError
+from tiercel.observability.otlp_encoding import to_json
 
 logger = logging.getLogger(__name__)
 
@@ -102,18 +98,18 @@ def _otlp_exporter(config: TraceConfig) -> SpanExporter | None:
         general = os.environ.get(OTEL_EXPORTER_OTLP_PROTOCOL) or protocol
         protocol = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) or general
     if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+        from tiercel.observability.otlp_exporters import GrpcSpanExporter
 
         # An address without a scheme is a collector next door, as everywhere in this protocol's tools: no TLS.
         insecure = None if endpoint is None else not endpoint.startswith("https://")
-        return GrpcExporter(endpoint=endpoint, insecure=insecure)
+        return GrpcSpanExporter(endpoint=endpoint, insecure=insecure)
     if protocol != "http/protobuf":
         raise UserError(f"{OTEL_EXPORTER_OTLP_PROTOCOL}={protocol!r} is unknown: choose grpc or http/protobuf")
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise UserError(f"the OTLP endpoint {endpoint!r} is no http address: give http://HOST:4318/v1/traces")
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+    from tiercel.observability.otlp_exporters import HttpSpanExporter
 
-    return HttpExporter(endpoint=endpoint)
+    return HttpSpanExporter(endpoint=endpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +248,8 @@ class OtlpJsonFileExporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         if self._has_failed:
             return SpanExportResult.FAILURE
-        message = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
         try:
-            self._file.write(json.dumps(_hex_ids(message)).encode() + b"\n")
+            self._file.write(to_json(spans).encode() + b"\n")
         except OSError as error:
             self._has_failed = True
             logger.error("cannot write the OTLP file %s any further: %s", self._path, error.strerror)
@@ -263,13 +258,3 @@ class OtlpJsonFileExporter(SpanExporter):
 
     def shutdown(self) -> None:
         self._file.close()
-
-
-def _hex_ids(value: Any) -> Any:
-    # protobuf's JSON writes bytes in base64; OTLP-JSON wants trace and span ids in hex (and enums as numbers).
-    if isinstance(value, list):
-        return [_hex_ids(v) for v in value]
-    if isinstance(value, dict):
-        ids = ("traceId", "spanId", "parentSpanId")
-        return {k: base64.b64decode(v).hex() if k in ids else _hex_ids(v) for k, v in value.items()}
-    return value
