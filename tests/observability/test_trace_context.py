@@ -197,6 +197,23 @@ def test_a_long_answer_keeps_every_round(toy_target: LoadedTarget, monkeypatch: 
     assert [s.attributes["round"] for s in spans if s.name == "spec_verify"] == list(range(req.spec.num_rounds))
 
 
+def test_the_sdks_limits_cut_and_say_so(toy_target: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "4")
+    monkeypatch.setenv("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "3")
+    monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "0")
+    exporter = InMemorySpanExporter()
+    engine = traced(toy_target, exporter)
+    engine.add_request("a", PROMPT, GREEDY, header(7, 8) | {"tracestate": "vendor=1"})
+    spans = drive(engine, exporter)
+    assert all(len(s.attributes) <= 4 for s in spans)
+    (root,) = [s for s in spans if s.name.startswith("chat ")]
+    assert root.dropped_attributes > 10
+    assert all(len(v) <= 3 for s in spans for v in s.attributes.values() if isinstance(v, str))
+    verified = [s for s in spans if s.name == "spec_verify"]
+    assert [(len(s.links), s.dropped_links) for s in verified] == [(0, 1)] * len(verified)
+    assert all(s.context.trace_state.get("vendor") == "1" for s in spans if s.name != "batch_step")
+
+
 @pytest.mark.parametrize(
     ("variables", "kept"),
     [

@@ -36,7 +36,8 @@ from tiercel.observability.metrics import EngineView, MetricsSink
 from tiercel.observability.perfetto import PerfettoSink
 from tiercel.observability.records import RecordsSink, RequestRecord
 from tiercel.observability.req_time_stats import Mark, ReqTimeStats
-from tiercel.observability.spans import SpanSink, headers_of
+from tiercel.observability.root_context import RootContexts
+from tiercel.observability.spans import SpanSink
 from tiercel.observability.trace import CountingProvider, make_provider, set_global_trace_level
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class TracePipeline:
         capacity: items that may wait.
 
     ``dropped`` counts items that found the queue full, ``failed`` exceptions, both by kind. ``metrics`` is the sink that
-    counts for Prometheus, ``spans`` the one that makes spans, where there are such.
+    counts for Prometheus, ``spans`` the one that makes spans,
+    ``roots`` gives their requests contexts, where there are such.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class TracePipeline:
         self.failed: Counter[str] = Counter()
         self.metrics: MetricsSink | None = None
         self.spans: SpanSink | None = None
+        self.roots: RootContexts | None = None
         self._thread: threading.Thread | None = None
         if self._sinks:
             self._thread = threading.Thread(target=self._run, name="tiercel-trace", daemon=True)
@@ -97,18 +100,18 @@ class TracePipeline:
     def new_time_stats(self, request_id: str, trace_headers: Mapping[str, str] | None = None) -> ReqTimeStats:
         """The hooks of a request that arrives now.
 
-        Its root span begins here, on the caller's thread: whoever calls on with the request needs its ids
+        Who its root span will be is decided here, on the caller's thread: whoever calls on with the request needs its ids
         (``trace_headers``). Everything else about spans is made on the exporter thread.
         """
         headers = {name.lower(): value for name, value in (trace_headers or {}).items()}
         stats = ReqTimeStats(request_id, self.on_mark, trace_headers=headers)
-        if self.spans and stats.trace_level:
-            self.spans.begin(stats)
+        if self.roots and stats.trace_level:
+            stats.root = self.roots.begin(stats.trace_headers)
         return stats
 
     def trace_headers(self, stats: ReqTimeStats) -> dict[str, str]:
         """The context to send on with calls made for a request: its root span's, else what came in."""
-        return dict(stats.trace_headers) if stats.root is None else headers_of(stats.root)
+        return dict(stats.trace_headers) if stats.root is None else stats.root.headers()
 
     def set_trace_level(self, level: int) -> None:
         """Switch tracing for requests that arrive from now on; at 0, those under way get no further stages either.
@@ -241,6 +244,7 @@ def open_pipeline(
     metrics: MetricsSink | None = None
     provider: CountingProvider | None = None
     spans: SpanSink | None = None
+    roots: RootContexts | None = None
     with ExitStack() as opened:
         if config.records_out:
             max_bytes = config.records_max_mb * 10**6 if config.records_max_mb else None
@@ -255,12 +259,13 @@ def open_pipeline(
             opened.callback(metrics.close)
         if config.enable_trace:
             provider = make_provider(config, exporters)
-            spans = SpanSink(provider, model, legacy_names=config.trace_legacy_names)
+            roots = RootContexts(provider, model)
+            spans = SpanSink(provider, model, roots, legacy_names=config.trace_legacy_names)
             mark_sinks.append(spans)
             set_global_trace_level(config.trace_level)
         opened.pop_all()  # all are open: from here on the pipeline closes them
     pipeline = TracePipeline(sinks, mark_sinks)
-    pipeline.spans = spans
+    pipeline.spans, pipeline.roots = spans, roots
     if metrics:
         pipeline.metrics = metrics
         metrics.store.readers.append(pipeline.readings)

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, Protocol
 
+from tiercel.observability.root_context import RootContext
 from tiercel.observability.trace import get_global_trace_level, get_global_tracing_enabled
+
+MARK_LEVEL = 2
+"""Lowest trace level of a request whose stage marks travel: below it no span is made of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +37,14 @@ class ReqTimeStats:
         emit: takes a mark to the pipeline; never blocks.
         trace_level: level in force for this request; fixed at arrival, so that a span tree is never half one level.
         trace_headers: context that the caller sent, by lower-case header name (``traceparent``, ``tracestate``).
-        root: the request's root span where spans are made; nobody but the sink of spans looks inside.
+        root: who the request's root span is, where spans are made.
     """
 
     request_id: str
     emit: Callable[[Mark], None]
     trace_level: int = field(default_factory=get_global_trace_level)
     trace_headers: Mapping[str, str] = field(default_factory=dict)
-    root: Any = None
+    root: RootContext | None = None
     created_ns: int = field(default_factory=perf_counter_ns)
     wait_queue_entry_ns: int | None = None
     forward_entry_ns: int | None = None
@@ -87,7 +91,7 @@ class ReqTimeStats:
         self._mark("set_spec_draft_extend_end_time", ts_ns)
 
     def _mark(self, method: str, ts_ns: int | None, attrs: dict[str, Any] | None = None) -> None:
-        if get_global_tracing_enabled():
+        if get_global_tracing_enabled() and (self.trace_level >= MARK_LEVEL or method not in STAGE_METHODS):
             self.emit(Mark(method, ts_ns or perf_counter_ns(), (self,), attrs))
 
 
@@ -136,5 +140,5 @@ def set_time_batch(
     if method_name in MILESTONE_METHODS:
         for one in stats:
             getattr(one, method_name)(now)
-    elif get_global_tracing_enabled():
+    elif get_global_tracing_enabled() and any(one.trace_level >= MARK_LEVEL for one in stats):
         stats[0].emit(Mark(method_name, now, stats, attrs))

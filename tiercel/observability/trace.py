@@ -134,6 +134,11 @@ class CountingProvider(TracerProvider):
         for processor in processors:
             self.add_span_processor(processor)
 
+    def take(self, span: ReadableSpan) -> None:
+        """Hand a span that was made whole, and is wanted, to every exporter."""
+        for processor in self._counted:
+            processor.on_end(span)
+
     def counts(self) -> list[SpanCounts]:
         """One for each exporter."""
         return [processor.counts for processor in self._counted]
