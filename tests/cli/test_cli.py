@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,22 @@ def test_generate_streams_one_prompt_and_a_seed_repeats_it(toy_model: Path, toy_
     with_plain = generate(toy_model, toy_draft, *args, "--spec", "none")
     assert with_plain.stdout == first.stdout
     assert generate(toy_model, toy_draft, *args[:-1], 4).stdout != first.stdout
+
+
+def test_generate_stops_where_it_is_told(toy_model: Path, toy_draft: Path) -> None:
+    def answer(*args: object) -> dict[str, Any]:
+        done = generate(toy_model, toy_draft, "hello", "--json", "--ignore-eos", *args)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    token = answer()["token_ids"][4]
+    stopped = answer("--stop-token-id", token, "--stop-token-id", 258)
+    assert stopped["token_ids"][-1] == stopped["stop_reason"] == token
+    assert stopped["finish_reason"] == "stop"
+    stop = next(one for one in answer()["text"] if one != "\N{REPLACEMENT CHARACTER}")
+    by_text, kept = answer("--stop", stop), answer("--stop", stop, "--include-stop-str-in-output")
+    assert by_text["stop_reason"] == stop
+    assert kept["text"] == by_text["text"] + stop
 
 
 BAD = [

@@ -14,6 +14,7 @@ from tiercel.core.config import EngineConfig, SpecConfig, TraceConfig
 from tiercel.core.errors import UserError
 from tiercel.core.request import FinishReason, Request
 from tiercel.core.sampling_params import SamplingParams
+from tiercel.core.structured_outputs import StructuredOutputs
 from tiercel.engine.engine import Engine, LoadedTarget
 from tiercel.engine.sampling_checks import REFUSED
 
@@ -42,6 +43,8 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bad_words": ({}, {"bad_words": [chr(33 + i) for i in range(0, 90, 2)]}),
     "allowed_token_ids": ({}, {"allowed_token_ids": list(range(0, 250, 3))}),
     "logits_processors": ({}, {"logits_processors": [by_last_token]}),
+    "stop": ({}, {"stop": [chr(33 + i) for i in range(0, 90, 6)]}),
+    "stop_token_ids": ({}, {"stop_token_ids": list(range(0, 250, 7))}),
     "every one": (
         WARM,
         {
@@ -66,9 +69,7 @@ ELSEWHERE = {
     "min_tokens": "below: it needs an end that would come earlier",
     "n": "SamplingParams.samples: the engine sees one",
     "speculative": "tests/speculative/test_adaptive_worker.py",
-    "stop": "where text is made",
-    "stop_token_ids": "where text is made",
-    "include_stop_str_in_output": "where text is made",
+    "include_stop_str_in_output": "tests/engine/test_stops.py: it changes no token",
 }
 WORKERS: dict[str, dict[str, Any]] = {
     "chain": {"method": "multi-layer-eagle", "num_steps": 3, "ngram_match": 0},
@@ -182,7 +183,7 @@ def test_a_request_that_forbids_every_token_fails_clearly_and_alone(toy_native: 
     assert len(other.output_token_ids) == 3
 
 
-REFUSED_VALUES: dict[str, Any] = {"prompt_logprobs": 1, "stop": ["x"], "stop_token_ids": [3]}
+REFUSED_VALUES: dict[str, Any] = {"prompt_logprobs": 1, "structured_outputs": StructuredOutputs(json_object=True)}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_VALUES.keys() & set(REFUSED)))

@@ -93,6 +93,21 @@ def test_logprobs_are_those_of_the_library(client: OpenAI, llm: LLM) -> None:
     assert shown.text_offset[0] == 0
 
 
+def test_stops_are_those_of_the_library_whole_and_streamed(client: OpenAI, llm: LLM) -> None:
+    printable = list(range(1, 90))
+    text = llm.generate([PROMPT], SamplingParams(max_tokens=20, allowed_token_ids=printable))[0].text
+    expected = text[: text.index(text[9:11])]
+    wish = {"model": "toy", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stop": [text[9:11], "never"]}
+    extra = {"allowed_token_ids": printable, "ignore_eos": True}
+    whole = client.completions.create(**wish, extra_body=extra).choices[0]  # type: ignore[call-overload]
+    assert (whole.text, whole.finish_reason, whole.stop_reason) == (expected, "stop", text[9:11])
+    kept = client.completions.create(**wish, extra_body=extra | {"include_stop_str_in_output": True})  # type: ignore[call-overload]
+    assert kept.choices[0].text == expected + text[9:11]
+    chunks = list(client.completions.create(**wish, extra_body=extra, stream=True))  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    assert chunks[-1].choices[0].stop_reason == text[9:11]
+
+
 def test_acceptance_is_in_the_response_as_vllm_has_it(client: OpenAI) -> None:
     def ask(**extra: object) -> dict[str, object]:
         found = client.completions.create(

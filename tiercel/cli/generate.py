@@ -32,6 +32,13 @@ def command(
     top_k: Annotated[int, typer.Option(help="Tokens kept; 0 keeps all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", help="Token that ends the answer; may be given again.")
+    ] = None,
+    include_stop_str: Annotated[
+        bool, typer.Option("--include-stop-str-in-output", help="Show what stopped the answer.")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
     *,
     settings: Settings,
@@ -39,7 +46,17 @@ def command(
     """Answer one prompt (streamed) or a file of prompts (in continuous batches)."""
     if (prompt is None) == (prompts is None):
         raise UserError("give one prompt, or a file with --prompts (not both)")
-    sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, ignore_eos)
+    sampling = SamplingParams(
+        max_tokens,
+        temperature,
+        top_p,
+        top_k,
+        seed,
+        ignore_eos,
+        stop=stop or (),
+        stop_token_ids=stop_token_ids or (),
+        include_stop_str_in_output=include_stop_str,
+    )
     rows = read_prompts(prompts) if prompts else [PromptRow("req-0", prompt or "")]
     with LLM(engine=settings.engine, spec=settings.spec, trace=settings.trace) as llm:
         if metrics := llm.engine.pipeline.metrics:

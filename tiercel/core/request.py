@@ -47,6 +47,15 @@ class TimeStats(Protocol):
     def set_spec_draft_extend_end_time(self, ts_ns: int | None = None) -> None: ...
 
 
+class StopText(Protocol):
+    """Watches an answer's text for stop texts; ``stopped`` is the one that it has found."""
+
+    stopped: str | None
+
+    def push(self, token_id: int) -> str: ...
+    def finish(self) -> str: ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """State of one request.
@@ -59,7 +68,9 @@ class Request:
         eos_token_ids: tokens that end the answer.
         time_stats: trace hooks of this request.
         bad_word_ids: token sequences of ``sampling.bad_words``.
+        stop_text: watches for ``sampling.stop``; None where there is none.
 
+    ``stop_reason`` is the stop text or the stop token that ended the answer; None for EOS and any other end.
     ``output_logprobs`` has an entry per output token where ``sampling.logprobs`` asks for them, else none.
 
     ``num_computed`` counts the leading tokens whose target KV is in the cache. While a request runs it is
@@ -73,12 +84,14 @@ class Request:
     eos_token_ids: frozenset[int]
     time_stats: TimeStats
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    stop_text: StopText | None = None
     output_token_ids: list[int] = field(default_factory=list)
     output_sources: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_computed: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
     spec: SpecCounts = field(default_factory=SpecCounts)
     num_preemptions: int = 0
@@ -119,10 +132,26 @@ class Request:
             self.token_ids.append(token)
             self.output_token_ids.append(token)
             self.output_sources.append(source)
-            if token in self.eos_token_ids and not self.sampling.ignore_eos:
-                self.finish_reason = FinishReason.STOP
-            elif self.remaining_tokens == 0:
-                self.finish_reason = FinishReason.LENGTH
+            self._end_with(token)
             if self.is_finished:
                 return emitted
         return len(token_ids)
+
+    def _end_with(self, token: int) -> None:
+        """Say how the answer ends, if it ends with ``token``, its last so far."""
+        is_full = self.remaining_tokens == 0
+        if token in self.eos_token_ids and not self.sampling.ignore_eos:
+            self.finish_reason = FinishReason.STOP
+        elif token in self.sampling.stop_token_ids:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, token
+        elif self.stop_text is not None and (stop := _stop_after(token, self.stop_text, is_last=is_full)) is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        elif is_full:
+            self.finish_reason = FinishReason.LENGTH
+
+
+def _stop_after(token: int, text: StopText, *, is_last: bool) -> str | None:
+    text.push(token)
+    if is_last:  # text that waits for the rest of a character may hold a stop as well
+        text.finish()
+    return text.stopped

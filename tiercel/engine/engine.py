@@ -16,6 +16,7 @@ from tiercel.core.errors import UserError
 from tiercel.core.request import FinishReason, Request
 from tiercel.core.sampling_params import SamplingParams
 from tiercel.device.placement import Placement, place
+from tiercel.engine.answer_text import AnswerText
 from tiercel.engine.outputs import StepOutput
 from tiercel.engine.sampling_checks import bad_word_ids, check_sampling
 from tiercel.engine.scheduler import Scheduler
@@ -165,7 +166,8 @@ class Engine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         eos = frozenset(self.checkpoint.description.eos_token_ids)
         bad = bad_word_ids(sampling.bad_words, self.checkpoint.tokenizer)
-        req = Request(request_id, list(prompt_token_ids), sampling, seed, eos, stats, bad)
+        stop = AnswerText(self.checkpoint.tokenizer, sampling) if sampling.stop else None
+        req = Request(request_id, list(prompt_token_ids), sampling, seed, eos, stats, bad, stop)
         stats.set_wait_queue_entry_time()
         self.requests[request_id] = req
         if timeout_s is not None:

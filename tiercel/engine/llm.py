@@ -8,9 +8,10 @@ from tiercel.core.config import DEFAULT_MODEL, EngineConfig, SpecConfig, TraceCo
 from tiercel.core.depths import DepthTable
 from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
+from tiercel.engine.answer_text import AnswerText
 from tiercel.engine.engine import Engine, LoadedTarget
 from tiercel.engine.outputs import RequestOutput, StepOutput, TokenEvent
-from tiercel.models.tokenizer import StreamDecoder, Tokenizer
+from tiercel.models.tokenizer import Tokenizer
 
 Prompt = str | list[int] | list[dict[str, Any]]
 """A user's text, token ids, or chat messages."""
@@ -164,24 +165,24 @@ class LLM:
             for request_id, token_ids, wish, header in zip(ids, encoded, wishes, headers, strict=True):
                 self.engine.add_request(request_id, token_ids, wish, header, timeout_s)
                 added.append(request_id)
-            decoders = {request_id: StreamDecoder(self.tokenizer) for request_id in ids}
+            answers = {one: AnswerText(self.tokenizer, wish) for one, wish in zip(ids, wishes, strict=True)}
             texts: dict[str, list[str]] = {request_id: [] for request_id in ids}
             while self.engine.has_work:
                 for output in self.engine.step():
                     request_id = output.request.request_id
-                    yield from self._events(output, decoders[request_id], texts[request_id])
+                    yield from self._events(output, answers[request_id], texts[request_id])
         finally:
             for request_id in added:
                 self.engine.abort(request_id)
 
-    def _events(self, output: StepOutput, decoder: StreamDecoder, pieces: list[str]) -> Iterator[TokenEvent]:
+    def _events(self, output: StepOutput, answer: AnswerText, pieces: list[str]) -> Iterator[TokenEvent]:
         request_id = output.request.request_id
-        for token_id, source in zip(output.token_ids, output.sources, strict=True):
-            pieces.append(decoder.push(token_id))
-            yield TokenEvent(request_id, token_id, source, pieces[-1])
+        shown = answer.take(output.token_ids, output.record)
+        pieces += shown
+        for token_id, source, text in zip(output.token_ids, output.sources, shown, strict=False):
+            yield TokenEvent(request_id, token_id, source, text)
         if output.record is not None:
-            pieces.append(decoder.finish())
-            yield TokenEvent(request_id, None, None, pieces[-1], self._result(output, "".join(pieces)))
+            yield TokenEvent(request_id, None, None, shown[-1], self._result(output, "".join(pieces)))
 
     def _result(self, output: StepOutput, text: str) -> RequestOutput:
         req, record = output.request, output.record
@@ -192,6 +193,7 @@ class LLM:
             token_ids=list(req.output_token_ids),
             sources=list(req.output_sources),
             finish_reason=record.finish_reason,
+            stop_reason=record.stop_reason,
             record=record,
             depths=self.depths,
             trace_headers=self.engine.trace_headers(req),

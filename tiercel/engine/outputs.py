@@ -26,7 +26,10 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One token of a stream. ``text`` may be empty while a character is incomplete; the last event carries ``output``."""
+    """One token of a stream, and what can be shown with it: nothing while a character is incomplete or a stop text may be coming.
+
+    The last event carries ``output``, and no token.
+    """
 
     request_id: str
     token_id: int | None
@@ -39,6 +42,8 @@ class TokenEvent:
 class RequestOutput:
     """A finished request: its text, its tokens and where they came from, its record, and the depths in force.
 
+    ``text`` ends before what stopped it; ``token_ids`` hold the tokens up to the one that did, and ``stop_reason`` says what it
+    was: a stop text, a stop token's id, or None for EOS and any other end.
     ``logprobs`` has an entry per token, and is None where ``SamplingParams.logprobs`` did not ask for them.
     ``trace_headers`` carry its trace on (``traceparent``): its root span's where spans are made, else what the caller sent.
     """
@@ -52,6 +57,7 @@ class RequestOutput:
     depths: DepthTable | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     logprobs: list[TokenLogprobs] | None = None
+    stop_reason: int | str | None = None
 
     def checked(self) -> Self:
         """Itself, for callers that have no use for a broken answer.
@@ -90,6 +96,7 @@ class RequestOutput:
             "token_ids": self.token_ids,
             **({} if self.logprobs is None else {"logprobs": [token.to_json() for token in self.logprobs]}),
             "finish_reason": self.finish_reason,
+            **({} if self.stop_reason is None else {"stop_reason": self.stop_reason}),
             "usage": self.usage,
             "metrics": metrics,
         }

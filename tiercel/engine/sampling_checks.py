@@ -8,8 +8,6 @@ from tiercel.core.sampling_params import SamplingParams
 from tiercel.models.tokenizer import Tokenizer
 
 REFUSED = (
-    "stop",
-    "stop_token_ids",
     "prompt_logprobs",
     "structured_outputs",
 )

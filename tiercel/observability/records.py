@@ -52,6 +52,8 @@ class RequestRecord:
     token_sources: tuple[int, ...]
     spec: dict[str, Any]
     schema_version: int = SCHEMA_VERSION
+    stop_reason: int | str | None = None
+    """The stop text or stop token that ended it; None for EOS and any other end."""
 
     @property
     def generation_ms(self) -> float | None:
@@ -85,6 +87,7 @@ def request_record(req: Request, stats: ReqTimeStats, model: str, method: str, n
         prompt_tokens=req.num_prompt_tokens,
         completion_tokens=len(req.output_token_ids),
         finish_reason=req.finish_reason.value,
+        stop_reason=req.stop_reason,
         error=req.error,
         queue_ms=since_arrival(stats.forward_entry_ns),
         time_to_first_token_ms=since_arrival(stats.prefill_finished_ns),

@@ -17,16 +17,16 @@ def decoder(kind: Any) -> Decode:
     """What turns a JSON value into ``kind``.
 
     Args:
-        kind: ``bool``, ``int``, ``float``, ``str``, ``Any``, ``T | None``, ``list[T]``, ``tuple[T, ...]``, ``dict[str, Any]``, an
-            enumeration of strings, or a dataclass of such fields (fields that it does not declare are passed over).
+        kind: ``bool``, ``int``, ``float``, ``str``, ``Any``, ``T | U | None``, ``list[T]``, ``tuple[T, ...]``,
+            ``dict[str, Any]``, an enumeration of strings, or a dataclass of such fields (fields that it does not declare are
+            passed over).
 
     Raises:
         MisfitError: (when called) the value does not fit.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        (inner,) = (decoder(a) for a in arguments if a is not NoneType)
-        return lambda value: None if value is None else inner(value)
+        return _one_of([decoder(a) for a in arguments if a is not NoneType])
     if origin in (list, tuple):
         return _sequence(origin, decoder(arguments[0]))
     if is_dataclass(kind):
@@ -36,6 +36,22 @@ def decoder(kind: Any) -> Decode:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _member(kind)
     return _plain(origin or kind)
+
+
+def _one_of(decoders: list[Decode]) -> Decode:
+    *others, last = decoders
+
+    def decode(value: Any) -> Any:
+        if value is None:
+            return None
+        for one in others:
+            try:
+                return one(value)
+            except MisfitError:
+                continue
+        return last(value)
+
+    return decode
 
 
 def _plain(kind: type) -> Decode:

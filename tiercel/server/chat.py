@@ -9,11 +9,12 @@ from fastapi import APIRouter, Request, Response
 from tiercel.core.errors import UserError
 from tiercel.core.logprobs import TokenLogprobs
 from tiercel.models.tokenizer import Tokenizer
+from tiercel.observability.records import RequestRecord
 from tiercel.server.answers import respond
 from tiercel.server.bodies import ChatBody
 from tiercel.server.conversation import template_messages
 from tiercel.server.errors import invalid
-from tiercel.server.generation import Answer, Piece
+from tiercel.server.generation import Answer, Piece, how_ended
 from tiercel.server.logprobs import chat_logprobs
 from tiercel.server.sampling import check_supported
 from tiercel.server.service import Service, Serving, request_id_of
@@ -54,7 +55,7 @@ class _ChatShape:
             "index": answer.job.index,
             "message": message,
             "logprobs": self._shown(answer.logprobs),
-            "finish_reason": answer.finish_reason,
+            **how_ended(answer.record),
         }
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
@@ -65,7 +66,7 @@ class _ChatShape:
         if piece.text or piece.logprobs:
             chunks.append(_chunk(piece.index, {"content": piece.text}, logprobs=self._shown(piece.logprobs)))
         if piece.record is not None:
-            chunks.append(_chunk(piece.index, {}, piece.record.finish_reason))
+            chunks.append(_chunk(piece.index, {}, piece.record))
         return chunks
 
     def _shown(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
@@ -73,6 +74,6 @@ class _ChatShape:
 
 
 def _chunk(
-    index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+    index: int, delta: dict[str, Any], record: RequestRecord | None = None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    return {"index": index, "delta": delta, "logprobs": logprobs, **how_ended(record)}

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request, Response
 
 from tiercel.core.logprobs import TokenLogprobs
 from tiercel.models.tokenizer import Tokenizer
+from tiercel.observability.records import RequestRecord
 from tiercel.server.answers import respond
 from tiercel.server.bodies import CompletionBody
-from tiercel.server.generation import Answer, Piece
+from tiercel.server.generation import Answer, Piece, how_ended
 from tiercel.server.logprobs import text_logprobs
 from tiercel.server.sampling import check_supported
 from tiercel.server.service import Serving, request_id_of
@@ -50,14 +51,14 @@ class _TextShape:
 
     def choice(self, answer: Answer) -> dict[str, Any]:
         text = self._echoed[answer.job.index] + answer.text
-        return _choice(answer.job.index, text, answer.finish_reason, self._shown(answer.job.index, answer.logprobs))
+        return _choice(answer.job.index, text, answer.record, self._shown(answer.job.index, answer.logprobs))
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         text = self._pending.pop(piece.index, "") + piece.text
         if not text and not piece.logprobs and piece.record is None:
             return []
         shown = self._shown(piece.index, piece.logprobs)
-        return [_choice(piece.index, text, piece.record.finish_reason if piece.record else None, shown)]
+        return [_choice(piece.index, text, piece.record, shown)]
 
     def _shown(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not logprobs:
@@ -67,5 +68,5 @@ class _TextShape:
         return shown
 
 
-def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+def _choice(index: int, text: str, record: RequestRecord | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, **how_ended(record)}

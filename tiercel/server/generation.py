@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from tiercel.core.logprobs import TokenLogprobs
 from tiercel.core.sampling_params import SamplingParams
-from tiercel.models.tokenizer import StreamDecoder, Tokenizer
+from tiercel.engine.answer_text import AnswerText
+from tiercel.models.tokenizer import Tokenizer
 from tiercel.observability.records import RequestRecord
 from tiercel.server.engine_client import EngineClient
 
@@ -56,9 +57,12 @@ class Answer:
     def text(self) -> str:
         return "".join(self.texts)
 
-    @property
-    def finish_reason(self) -> str | None:
-        return self.record.finish_reason if self.record else None
+
+def how_ended(record: RequestRecord | None) -> dict[str, int | str | None]:
+    """OpenAI's ``finish_reason`` and vLLM's ``stop_reason`` of a choice; null while it goes on."""
+    if record is None:
+        return {"finish_reason": None, "stop_reason": None}
+    return {"finish_reason": record.finish_reason, "stop_reason": record.stop_reason}
 
 
 class AnswerFailed(Exception):
@@ -102,14 +106,12 @@ async def pieces(engine: EngineClient, tokenizer: Tokenizer, jobs: Sequence[Job]
 
 
 async def _one(engine: EngineClient, tokenizer: Tokenizer, job: Job) -> AsyncGenerator[Piece, None]:
-    decoder = StreamDecoder(tokenizer)
+    answer = AnswerText(tokenizer, job.sampling)
     stream = engine.stream(job.request_id, job.prompt_token_ids, job.sampling, job.trace_headers, job.timeout_s)
     async with aclosing(stream) as steps:
         async for tokens in steps:
-            text = "".join(map(decoder.push, tokens.token_ids))
             record = tokens.record
-            if record is not None:
-                if record.error:
-                    raise AnswerFailed(record.error)
-                text += decoder.finish()
+            if record is not None and record.error:
+                raise AnswerFailed(record.error)
+            text = "".join(answer.take(tokens.token_ids, record))
             yield Piece(job.index, text, tokens.token_ids, record, tokens.logprobs)
