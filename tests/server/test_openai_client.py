@@ -126,6 +126,34 @@ def test_acceptance_is_in_the_response_as_vllm_has_it(client: OpenAI) -> None:
     assert detailed["num_emitted_tokens"] == 19
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("wish", "most"), [({"enabled": False}, 0), ({"num_steps": 0}, 0), ({"num_steps": 1}, 1)])
+def test_a_request_limits_its_own_drafts(
+    client: OpenAI, wish: dict[str, object], most: int, temperature: float
+) -> None:
+    def ask(**extra: object) -> tuple[str, list[int]]:
+        body = {"ignore_eos": True, "spec_metrics": "detailed", **extra}
+        found = client.completions.create(
+            model="toy", prompt=PROMPT, max_tokens=20, temperature=temperature, seed=7, extra_body=body
+        )
+        return found.choices[0].text, found.to_dict()["metrics"]["speculative_decoding"]["per_step_drafted"]  # type: ignore[index]
+
+    free, limited = ask(), ask(speculative=wish)
+    assert limited[0] == free[0]
+    assert max(free[1]) == 2
+    assert max(limited[1]) == most
+
+
+@pytest.mark.parametrize(
+    ("wish", "place"),
+    [({"num_steps": -1}, ".num_steps"), ({"enabled": 1}, ".enabled"), ({"depth": 1}, ".depth"), (3, "")],
+)
+def test_a_wrong_wish_for_drafts_is_named(http: httpx2.Client, wish: object, place: str) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "speculative": wish})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"speculative{place}"
+
+
 def test_models_and_ids(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["toy"]
     assert client.models.retrieve("toy").to_dict()["max_model_len"] == TOY_CONTEXT

@@ -25,7 +25,7 @@ class StreamOptions(Body):
 
 
 class Speculative(Body):
-    """This request's speculation."""
+    """How this request is drafted for; the answer does not depend on it."""
 
     enabled: bool = True
     num_steps: Annotated[int | None, Field(ge=0)] = None

@@ -5,6 +5,7 @@ from typing import Any
 
 from tiercel.core.errors import UserError
 from tiercel.core.sampling_params import SamplingParams
+from tiercel.core.speculative_params import SpeculativeParams
 from tiercel.engine.sampling_checks import check_sampling
 from tiercel.server.bodies import ChatBody, CompletionBody, Wishes
 from tiercel.server.errors import ApiError, invalid
@@ -36,6 +37,8 @@ def sampling_params(body: Wishes, room: int, vocab_size: int) -> SamplingParams:
     if "seed" in chosen:
         chosen["seed"] %= 2**64
     chosen["logprobs"] = _num_logprobs(body)
+    if body.speculative is not None:
+        chosen["speculative"] = SpeculativeParams(body.speculative.enabled, body.speculative.num_steps)
     if body.logit_bias:
         chosen["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
     try:
@@ -75,8 +78,6 @@ def check_supported(body: ChatBody | CompletionBody) -> None:
         raise invalid("top_logprobs", "only with logprobs: true")
     if body.response_format is not None and body.response_format != {"type": "text"}:
         raise invalid("response_format", 'only {"type": "text"} is supported by this engine')
-    if body.speculative is not None and body.speculative != type(body.speculative)():
-        raise invalid("speculative", "this engine drafts as it was started; leave it out")
     if isinstance(body, CompletionBody):
         if body.echo and body.logprobs is not None:
             raise invalid("logprobs", "not supported together with echo; leave one out")
