@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _name in ("pull", "generate", "demo", "train", "eval_draft", "report", "tune", "serve"):
+for _name in ("pull", "inspect", "generate", "demo", "train", "eval_draft", "report", "tune", "serve"):
     app.command(_name.replace("_", "-"))(import_module(f"tiercel.cli.{_name}").command)
 app.add_typer(bench.app, name="bench")
 

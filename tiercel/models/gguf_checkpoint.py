@@ -43,10 +43,7 @@ def open_gguf(path: Path) -> Checkpoint:
     Raises:
         UserError: not a GGUF file, cut short, or of an architecture or quantisation that is not supported.
     """
-    try:
-        reader = _Reader(path)
-    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
-        raise UserError(f"{path} is no readable GGUF file ({error}): it may be cut short; get it again") from error
+    reader = read_gguf_header(path)
     fields = _Fields(path, reader)
     description = _description(fields, {tensor.name for tensor in reader.tensors})
     for tensor in reader.tensors:
@@ -61,6 +58,18 @@ def open_gguf(path: Path) -> Checkpoint:
         lambda: tokenizer_from_gguf(str(path), fields),
         lambda: _weights(path, reader, description),
     )
+
+
+def read_gguf_header(path: Path) -> GGUFReader:
+    """Fields and tensor places of a GGUF file; values stay on disk, mapped.
+
+    Raises:
+        UserError: not a GGUF file, or cut short.
+    """
+    try:
+        return _Reader(path)
+    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
+        raise UserError(f"{path} is no readable GGUF file ({error}): it may be cut short; get it again") from error
 
 
 class _Reader(GGUFReader):
@@ -134,7 +143,7 @@ def _description(fields: _Fields, tensor_names: set[str]) -> ModelDescription:
 
 def _tensors(path: Path, reader: GGUFReader, description: ModelDescription) -> Iterator[tuple[str, Tensor]]:
     for tensor in reader.tensors:
-        name = _published(path, tensor.name)
+        name = published_name(path, tensor.name)
         values = dequantize(tensor.data, GGMLQuantizationType(tensor.tensor_type))
         values = np.array(_half_split(values, name, description), dtype=np.float32, order="C")
         yield name, torch.from_numpy(values)
@@ -143,7 +152,7 @@ def _tensors(path: Path, reader: GGUFReader, description: ModelDescription) -> I
 def _weights(path: Path, reader: GGUFReader, description: ModelDescription) -> Iterator[tuple[str, Tensor | Blocks]]:
     kept = {GGMLQuantizationType(int(f)): f for f in Format}
     for tensor in reader.tensors:
-        name, kind = _published(path, tensor.name), GGMLQuantizationType(tensor.tensor_type)
+        name, kind = published_name(path, tensor.name), GGMLQuantizationType(tensor.tensor_type)
         if kind in kept and len(tensor.shape) == 2:
             data = tensor.data.view(np.uint8).reshape(len(tensor.data), -1)
             yield name, Blocks(kept[kind], int(tensor.shape[0]), _half_split(data, name, description))
@@ -151,7 +160,12 @@ def _weights(path: Path, reader: GGUFReader, description: ModelDescription) -> I
             yield name, torch.from_numpy(np.array(dequantize(tensor.data, kind), dtype=np.float32, order="C"))
 
 
-def _published(path: Path, name: str) -> str:
+def published_name(path: Path, name: str) -> str:
+    """Hugging Face's name, without ``model.``, of a tensor of a GGUF file.
+
+    Raises:
+        UserError: no tensor of a model that is supported.
+    """
     stem, _, kind = name.rpartition(".")
     layer = ""
     if stem.startswith("blk."):

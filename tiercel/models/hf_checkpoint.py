@@ -25,7 +25,7 @@ def open_hf_folder(folder: Path) -> Checkpoint:
     """
     config = read_json(folder / "config.json")
     description = describe(folder, config)
-    files = _weight_files(folder)
+    files = weight_files(folder)
     return Checkpoint(folder, description, lambda: _tensors(files, description), lambda: tokenizer_from_folder(folder))
 
 
@@ -109,7 +109,12 @@ def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the model in ``folder``.
+
+    Raises:
+        UserError: one is missing, or the index is damaged.
+    """
     index = folder / "model.safetensors.index.json"
     shards = read_json(index).get("weight_map") if index.is_file() else {"": "model.safetensors"}
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
