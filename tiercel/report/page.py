@@ -6,6 +6,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from tiercel.core.palette import PALETTE
 from tiercel.core.request import SOURCE_BONUS, SOURCE_NGRAM, SOURCE_PREFILL
 from tiercel.report import wording
 from tiercel.report.charts import Part, Series, bars, legend, line, stacks
@@ -38,7 +39,7 @@ def render_page(report: Report) -> str:
     environment.globals.update(w=wording, source_name=source_name)
     return environment.get_template("page.html").render(
         report=report,
-        css=Markup((folder / "page.css").read_text(encoding="utf-8")),
+        css=Markup("".join(path.read_text(encoding="utf-8") for path in (PALETTE, folder / "page.css"))),
         charts=_charts(report),
         sources=_sources(report),
     )

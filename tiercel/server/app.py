@@ -7,12 +7,19 @@ from fastapi import APIRouter, FastAPI
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
-from tiercel.server import chat, completions, control, health, tokenizing
+from tiercel.server import chat, completions, control, health, live, tokenizing
 from tiercel.server.edge import Edge
 from tiercel.server.errors import handle_errors
 from tiercel.server.service import Service
 
-ROUTERS: tuple[APIRouter, ...] = (chat.router, completions.router, tokenizing.router, health.router, control.router)
+ROUTERS: tuple[APIRouter, ...] = (
+    chat.router,
+    completions.router,
+    tokenizing.router,
+    health.router,
+    control.router,
+    live.router,
+)
 
 
 class ErrorContent(BaseModel):

@@ -18,8 +18,8 @@ class ServerConfig:
     Args:
         host: address to listen on.
         port: 0 takes a free one.
-        api_key: clients must send it as a bearer token, on every path but ``/health``, ``/ready``, ``/metrics`` and ``/version``;
-            None lets everybody in.
+        api_key: clients must send it as a bearer token, on every path but ``/health``, ``/ready``, ``/metrics``, ``/version``
+            and the files of the live page; None lets everybody in.
         cors_origins: web pages of these origins may call; ``*`` means all.
         served_model_name: name of the model in the API; None takes the engine's.
         max_queue: requests that may wait beyond those that run; more are refused with 429.

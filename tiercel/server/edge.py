@@ -11,7 +11,7 @@ from tiercel.server.errors import ApiError, error_response
 from tiercel.server.service import REQUEST_ID
 
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/version")
-"""For probes and scrapers, which have no key."""
+"""For probes and scrapers, which have no key; the live page's files are open too, since it is there that people type theirs."""
 
 
 class Edge:
@@ -51,6 +51,10 @@ class Edge:
             await error_response(denial)(scope, receive, named)
 
     def _is_welcome(self, scope: Scope, headers: Headers) -> bool:
-        if self._key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if self._key is None or _is_open(scope["path"]) or scope["method"] == "OPTIONS":
             return True
         return secrets.compare_digest(headers.get("authorization", "").encode(), self._key)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path == "/" or path.startswith("/page/")

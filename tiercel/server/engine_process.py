@@ -64,6 +64,8 @@ def _ready(engine: Engine, settings: EngineSettings) -> Ready:
         vocab_size=engine.checkpoint.description.vocab_size,
         num_slots=settings.engine.max_batch_size,
         drafting=f"{worker.method}, {worker.num_steps} drafts per round at most{depths}",
+        method=worker.method,
+        num_steps=worker.num_steps,
     )
 
 

@@ -52,12 +52,14 @@ async def model(model: str, service: Serving) -> dict[str, Any]:
 
 
 def _model(service: Service) -> dict[str, Any]:
+    facts = service.supervisor.facts
     return {
         "id": service.model_name,
         "object": "model",
         "created": service.started,
         "owned_by": "tiercel",
-        "root": service.supervisor.facts.model_name,
+        "root": facts.model_name,
         "parent": None,
-        "max_model_len": service.supervisor.facts.max_model_len,
+        "max_model_len": facts.max_model_len,
+        "speculation": {"method": facts.method, "num_steps": facts.num_steps},
     }

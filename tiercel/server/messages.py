@@ -99,6 +99,8 @@ class Ready:
         vocab_size: token ids are below.
         num_slots: requests that run at once.
         drafting: who drafts, how deep, and why, in words.
+        method: who drafts.
+        num_steps: drafts per round at most.
     """
 
     model_name: str
@@ -107,6 +109,8 @@ class Ready:
     vocab_size: int
     num_slots: int
     drafting: str
+    method: str
+    num_steps: int
 
 
 @dataclass(frozen=True, slots=True)
