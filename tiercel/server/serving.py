@@ -69,8 +69,8 @@ async def _serve(
         metrics = ServerMetrics(name, supervisor, gate)
         service = Service(config, supervisor, checkpoint.tokenizer, gate, feed, metrics, int(time.time()))
         host, port = listener.getsockname()[:2]
-        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", service)
-        await _Server(service).run(listener)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        await _Server(service, lambda: on_ready(address, service)).run(listener)
     finally:
         await supervisor.close()
 
@@ -78,7 +78,7 @@ async def _serve(
 class _Server(uvicorn.Server):
     """Ends on the first signal once running requests have, on the second at once; and when the engine is dead for good."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, on_listening: Callable[[], None]) -> None:
         config = uvicorn.Config(
             make_app(service),
             log_level="warning",
@@ -89,8 +89,13 @@ class _Server(uvicorn.Server):
             lifespan="off",
         )
         super().__init__(config)
-        self._service, self._draining = service, asyncio.Event()
+        self._service, self._draining, self._on_listening = service, asyncio.Event(), on_listening
         self._loop = asyncio.get_running_loop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and only then say so: whoever reads the address may connect at once."""
+        await super().startup(sockets)
+        self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.gate.is_draining:
