@@ -47,6 +47,7 @@ export class TokenFlow {
 
   update() {
     const fresh = this.request?.parts.slice(this.numShown) ?? [];
+    if (fresh.length && !this.numShown) this.element.replaceChildren(); // text that stood in for rounds not seen yet
     this.numShown += fresh.length;
     this.element.append(...fresh.flatMap(roundSpans));
   }
